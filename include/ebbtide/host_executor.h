@@ -1,0 +1,88 @@
+// HostExecutor: runs copies between host memory and files on worker threads.
+//
+// Workers copy bytes and note the completion; they never touch a framework object, the engine or Python. Whoever
+// submits a copy keeps its source and destination alive until the completion has been seen.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "ebbtide/plan.h"
+#include "ebbtide/spill_file.h"
+#include "ebbtide/types.h"
+
+namespace ebbtide {
+
+struct Completion {
+  CopyId copy{};
+  std::exception_ptr error;  // null when every byte was copied
+};
+
+// Thread safe. Threads start at the first submit.
+class HostExecutor {
+ public:
+  struct Options {
+    unsigned threads = 1;
+    unsigned queue_depth = 64;  // copies waiting for a worker
+  };
+
+  explicit HostExecutor(Options options);
+  HostExecutor() : HostExecutor(Options{}) {}
+  HostExecutor(const HostExecutor&) = delete;
+  HostExecutor& operator=(const HostExecutor&) = delete;
+  // Runs what is queued, then joins the threads.
+  ~HostExecutor();
+
+  // Queues the copy. `file` is needed when a place of the plan is in a file and is kept alive until the copy is done.
+  // While the queue is full, blocks the calling thread (which must hold no lock). Throws Error(kUsage) after shutdown.
+  void submit(CopyId copy, Plan plan, std::shared_ptr<SpillFile> file);
+
+  // Blocks until the copy is done: a copy still queued is run on the calling thread, one that a worker has is waited
+  // for. Returns at once for copies that are done or unknown. Does not take the completion away from `pop_completion`.
+  void wait(CopyId copy);
+
+  // Oldest completion not yet taken, each given out once. Never blocks on a copy.
+  [[nodiscard]] std::optional<Completion> pop_completion();
+  // Whether pop_completion has something to give, as seen without a lock.
+  [[nodiscard]] bool has_completions() const;
+
+  // Copies queued or running.
+  [[nodiscard]] std::uint64_t pending() const;
+  [[nodiscard]] unsigned running_threads() const;
+
+  // Runs what is queued and joins the threads; later submits throw. Idempotent.
+  void shutdown();
+
+ private:
+  struct Job {
+    CopyId copy{};
+    Plan plan;
+    std::shared_ptr<SpillFile> file;
+  };
+
+  void work();
+  void run(Job job, std::unique_lock<std::mutex>& lock);
+
+  const Options options_;
+  mutable std::mutex mutex_;
+  std::condition_variable work_available_;
+  std::condition_variable space_available_;
+  std::condition_variable copy_done_;
+  std::deque<Job> queue_;
+  std::unordered_map<std::uint64_t, bool> unfinished_;  // copy -> whether it is running
+  std::deque<Completion> completions_;
+  std::atomic<bool> has_completions_{false};
+  std::vector<std::thread> threads_;
+  bool stopping_ = false;
+};
+
+}  // namespace ebbtide
