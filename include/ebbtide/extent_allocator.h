@@ -14,12 +14,13 @@ namespace ebbtide {
 
 class ExtentAllocator {
  public:
-  // Every extent starts at a multiple of `alignment` (a power of two), and extents are padded to it.
+  // Every extent starts at a multiple of `alignment` (a power of two), and extents are padded to it; `capacity` is a
+  // multiple of it.
   explicit ExtentAllocator(std::uint64_t capacity, std::uint64_t alignment = 64);
 
   // Offset of an extent of `nbytes` (> 0), or nothing when no free extent is long enough.
   [[nodiscard]] std::optional<std::uint64_t> allocate(std::uint64_t nbytes);
-  // Takes back an extent; `nbytes` as it was asked for.
+  // Takes back an extent; `nbytes` as it was asked for. Throws Error(kUsage) where any of it is free already.
   void free(std::uint64_t offset, std::uint64_t nbytes);
   // Adds bytes at the end; `nbytes` is a multiple of the alignment.
   void grow(std::uint64_t nbytes);

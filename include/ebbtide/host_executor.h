@@ -13,7 +13,7 @@
 #include <mutex>
 #include <optional>
 #include <thread>
-#include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "ebbtide/plan.h"
@@ -35,6 +35,7 @@ class HostExecutor {
     unsigned queue_depth = 64;  // copies waiting for a worker
   };
 
+  // Throws Error(kUsage) when an option is 0.
   explicit HostExecutor(Options options);
   HostExecutor() : HostExecutor(Options{}) {}
   HostExecutor(const HostExecutor&) = delete;
@@ -42,8 +43,9 @@ class HostExecutor {
   // Runs what is queued, then joins the threads.
   ~HostExecutor();
 
-  // Queues the copy. `file` is needed when a place of the plan is in a file and is kept alive until the copy is done.
-  // While the queue is full, blocks the calling thread (which must hold no lock). Throws Error(kUsage) after shutdown.
+  // Queues the copy. `file` is needed when a place of the plan is in a file; it is kept alive until the copy is done
+  // and let go just before the completion can be seen. While the queue is full, blocks the calling thread (which must
+  // hold no lock). Throws Error(kUsage) after shutdown, and for a copy that is still queued or running.
   void submit(CopyId copy, Plan plan, std::shared_ptr<SpillFile> file);
 
   // Blocks until the copy is done: a copy still queued is run on the calling thread, one that a worker has is waited
@@ -70,7 +72,9 @@ class HostExecutor {
   };
 
   void work();
-  void run(Job job, std::unique_lock<std::mutex>& lock);
+  [[nodiscard]] std::deque<Job>::iterator find_queued(CopyId copy);
+  // Takes the job out of the queue and runs it; `lock` is released while bytes move.
+  void run(std::deque<Job>::iterator queued, std::unique_lock<std::mutex>& lock);
 
   const Options options_;
   mutable std::mutex mutex_;
@@ -78,7 +82,7 @@ class HostExecutor {
   std::condition_variable space_available_;
   std::condition_variable copy_done_;
   std::deque<Job> queue_;
-  std::unordered_map<std::uint64_t, bool> unfinished_;  // copy -> whether it is running
+  std::unordered_set<std::uint64_t> running_;  // copies taken from the queue and not done
   std::deque<Completion> completions_;
   std::atomic<bool> has_completions_{false};
   std::vector<std::thread> threads_;

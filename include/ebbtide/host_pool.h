@@ -2,12 +2,15 @@
 //
 // Slabs come from a SlabSource, so that pageable memory here and a framework's pinned memory elsewhere share the same
 // pool. Slabs stay reserved when their blocks come back: after the first step of a training run the pool asks the
-// source for nothing. A request above the slab size gets a slab of its own, exactly as large.
+// source for nothing. A request above a quarter of the slab size that no slab has room for gets a slab of its own,
+// exactly as large: so a slab that is full wastes at most a fifth, whatever the sizes.
 #pragma once
 
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <unordered_map>
 #include <vector>
 
 #include "ebbtide/block_space.h"
@@ -40,7 +43,8 @@ class HostPool final : public BlockSpace {
 
   [[nodiscard]] Tier tier() const override { return Tier::kHost; }
   // The cap holds for reserved bytes. Where a whole slab does not fit under it any more, empty slabs are given back
-  // and a slab of just the block's size is tried; a source that refuses counts as full.
+  // and a slab of just the block's size (at least a 64th of the slab size, where that fits) is tried; a source that
+  // refuses counts as full. Blocks start at multiples of 64 bytes and are padded to that.
   [[nodiscard]] std::optional<Block> allocate(std::uint64_t nbytes, std::uint64_t limit) override;
   void free(const Block& block) override;
   [[nodiscard]] std::uint64_t used_bytes() const override;
@@ -52,20 +56,27 @@ class HostPool final : public BlockSpace {
   [[nodiscard]] std::uint64_t slab_allocations() const;
 
  private:
+  struct Release {
+    SlabSource* source;
+    std::uint64_t nbytes;
+    void operator()(void* address) const { source->release(address, nbytes); }
+  };
   struct Slab {
-    void* address = nullptr;
-    std::uint64_t nbytes = 0;
+    std::unique_ptr<void, Release> memory;
     ExtentAllocator extents;
   };
 
   [[nodiscard]] std::optional<Block> carve(std::uint64_t nbytes);
+  [[nodiscard]] bool make_room(std::uint64_t nbytes, std::uint64_t limit);
   [[nodiscard]] bool add_slab(std::uint64_t nbytes, std::uint64_t limit);
+  [[nodiscard]] std::uint64_t empty_bytes() const;
   std::uint64_t trim_locked();
 
-  std::unique_ptr<SlabSource> source_;
+  const std::unique_ptr<SlabSource> source_;
   const std::uint64_t slab_bytes_;
   mutable std::mutex mutex_;
-  std::vector<Slab> slabs_;  // sorted by address
+  std::unordered_map<std::uint64_t, Slab> slabs_;  // by address
+  std::vector<Slab*> by_age_;                      // oldest first
   std::uint64_t used_ = 0;
   std::uint64_t reserved_ = 0;
   std::uint64_t slab_allocations_ = 0;

@@ -5,9 +5,11 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <mutex>
+#include <optional>
+#include <shared_mutex>
 #include <string>
-#include <unordered_map>
 
 #include "ebbtide/block_space.h"
 #include "ebbtide/extent_allocator.h"
@@ -37,10 +39,11 @@ class SpillFile final : public BlockSpace {
   [[nodiscard]] std::uint64_t reserved_bytes() const override;
 
   // Writes all bytes, through short writes and EINTR, and remembers their checksum under `position`. Blocks on I/O.
-  // Throws Error(kSpill) with errno on failure (ENOSPC also when keep_free_bytes would be touched).
+  // Throws Error(kSpill) with errno on failure (ENOSPC also when keep_free_bytes would be touched); what stood at
+  // `position` before can then not be read any more.
   void write(std::uint64_t position, const void* data, std::uint64_t nbytes);
   // Reads what one `write` wrote: same position and length. Blocks on I/O. Throws Error(kSpill) on I/O errors and on an
-  // early end of file, Error(kCorruption) when the checksum differs.
+  // early end of file, Error(kCorruption) when the checksum differs, Error(kUsage) when no such write is on record.
   void read(std::uint64_t position, void* data, std::uint64_t nbytes);
 
   // Gives the disk blocks of an unused file back to the file system; returns whether it did.
@@ -51,15 +54,26 @@ class SpillFile final : public BlockSpace {
   [[nodiscard]] int descriptor() const { return fd_; }
 
  private:
-  void require_free_space(std::uint64_t end);
+  // What one `write` left in the file.
+  struct Record {
+    std::uint64_t nbytes = 0;
+    std::uint64_t checksum = 0;
+  };
+
+  void require_free_space(std::uint64_t growth) const;
+  void write_all(std::uint64_t position, const void* data, std::uint64_t nbytes) const;
+  void read_all(std::uint64_t position, void* data, std::uint64_t nbytes) const;
+  void forget(std::uint64_t begin, std::uint64_t end);
 
   const std::string directory_;
   const SpillOptions options_;
   int fd_ = -1;
-  mutable std::mutex mutex_;
+  std::shared_mutex writing_;  // shared by writes, exclusive in trim; taken before mutex_
+  mutable std::mutex mutex_;   // never held across I/O
   ExtentAllocator extents_;
+  std::uint64_t used_ = 0;
   std::uint64_t written_end_ = 0;
-  std::unordered_map<std::uint64_t, std::uint64_t> checksums_;  // by position
+  std::map<std::uint64_t, Record> records_;  // by position
 };
 
 }  // namespace ebbtide

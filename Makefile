@@ -1,0 +1,161 @@
+# Everything runs in .venv, which the targets make and fill themselves; stamps in it keep repeated runs short.
+#
+#   PYTHON         the Python to make .venv with (3.10 or newer)
+#   CXX            the C++20 compiler
+#   WERROR         ON: a warning fails the C++ test build
+#   TORCH_VERSION  what to install where .venv has no supported torch yet
+
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.NOTPARALLEL:
+
+PYTHON ?= python3
+ifeq ($(origin CXX),default)
+CXX := c++
+endif
+WERROR ?= ON
+TORCH_VERSION ?= 2.13.0
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+export PYTHON CXX
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# One build tree per compiler: CMake cannot change it in place.
+BUILD := build/$(notdir $(lastword $(CXX)))
+
+STUB := python/ebbtide/_core.pyi
+# Folders too: their time changes when a file comes or goes.
+PACKAGE_FILES := pyproject.toml CMakeLists.txt \
+  $(shell find include src bindings python -not -name __pycache__ -not -name '*.pyc' -not -name '.*')
+CXX_FILES = $(shell find include src bindings tests benchmarks examples -name '*.h' -o -name '*.cc')
+
+##@ What you will want
+
+.PHONY: demo test test-full bench
+demo: $(VENV)/.torch $(VENV)/.demo-deps build ## Set up, build, install and run `ebbtide demo`
+	$(BIN)/ebbtide demo
+
+test: lint test-cpp test-cpp-sanitize stubs-check typecheck test-python ## All checks but the slow ones; ends with pytest's summary
+
+test-full: PYTEST_OPTIONS :=
+test-full: lint test-cpp test-cpp-sanitize test-cpp-thread stubs-check typecheck test-python ## `make test`, thread sanitizer and slow tests
+
+bench: $(VENV)/.build-deps ## Build and run the C++ benchmarks
+	tools/system_packages.sh benchmark
+	$(call cmake_build,bench,-DCMAKE_BUILD_TYPE=Release -DEBBTIDE_BUILD_BENCHMARKS=ON)
+	$(BUILD)/bench/benchmarks/ebbtide_benchmarks
+
+##@ Parts
+
+.PHONY: build lint typecheck stubs-check test-cpp test-cpp-sanitize test-cpp-thread test-python
+build: $(VENV)/.installed ## Build the wheel and install it into .venv
+
+lint: $(VENV)/.dev-deps ## Include directions, clang-format, ruff
+	$(BIN)/python tools/check_includes.py
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+typecheck: $(VENV)/.dev-deps ## mypy
+	$(BIN)/mypy
+
+stubs-check: build $(VENV)/.dev-deps ## Fail if the checked-in stub is not what the bindings give
+	$(call write_stub,$(BUILD)/_core.pyi)
+	diff -u $(STUB) $(BUILD)/_core.pyi || { echo "$(STUB) is out of date: run 'make stubs'" >&2; exit 1; }
+
+test-cpp: cpp-deps ## C++ tests
+	$(call cmake_build,plain,-DCMAKE_BUILD_TYPE=RelWithDebInfo -DEBBTIDE_BUILD_TESTS=ON -DEBBTIDE_WERROR=$(WERROR))
+	$(call run_ctest,plain)
+
+test-cpp-sanitize: cpp-deps ## C++ tests under the address and undefined behaviour sanitizers
+	$(call cmake_build,sanitize,$(SANITIZED) -DEBBTIDE_SANITIZE=address,undefined)
+	$(call run_ctest,sanitize)
+
+test-cpp-thread: cpp-deps ## C++ tests under the thread sanitizer
+	$(call cmake_build,thread,$(SANITIZED) -DEBBTIDE_SANITIZE=thread)
+	$$(setarch -R true 2>/dev/null && echo setarch -R) $(call run_ctest,thread)
+
+PYTEST_OPTIONS = -m "not slow"
+test-python: build $(VENV)/.torch $(VENV)/.demo-deps $(VENV)/.dev-deps ## Python tests but the slow ones
+	$(BIN)/python -m pytest $(PYTEST_OPTIONS)
+
+##@ Upkeep
+
+.PHONY: format stubs clean distclean help
+format: $(VENV)/.dev-deps ## Format C++ and Python, apply ruff's safe fixes
+	$(BIN)/clang-format -i $(CXX_FILES)
+	$(BIN)/ruff check --fix --exit-zero .
+	$(BIN)/ruff format .
+
+stubs: build $(VENV)/.dev-deps ## Write python/ebbtide/_core.pyi anew from the built bindings
+	$(call write_stub,$(STUB))
+
+clean: ## Remove builds and caches
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find python tests tools -name __pycache__ -prune -exec rm -rf {} +
+
+distclean: clean ## `make clean`, and .venv too
+	rm -rf $(VENV)
+
+help: ## This list
+	@awk 'BEGIN { FS = ":.*## " } /^##@/ { print "\n" substr($$0, 5) } \
+	  /^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+# --- how -----------------------------------------------------------------------------------------
+
+# Sanitized builds keep assertions, which the plain build, like the wheel, has compiled out.
+SANITIZED := -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG="-g -O1" -DEBBTIDE_BUILD_TESTS=ON
+
+# $(1) build folder, $(2) options
+define cmake_build
+$(BIN)/cmake --log-level=NOTICE -S . -B $(BUILD)/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) $(2)
+$(BIN)/cmake --build $(BUILD)/$(1) --parallel $(JOBS)
+endef
+
+run_ctest = $(BIN)/ctest --test-dir $(BUILD)/$(1) --output-on-failure --no-tests=error --parallel $(JOBS)
+
+# $(1) stub to write
+define write_stub
+mkdir -p $(dir $(1))
+$(BIN)/python -m nanobind.stubgen -q -m ebbtide._core -o $(1)
+endef
+
+# $(1) requirement sets of pyproject.toml, $(2) further requirements
+install_requirements = $(BIN)/python tools/requirements.py $(1) >$@.txt && $(PIP) install --quiet -r $@.txt $(2)
+
+$(VENV)/.created:
+	tools/system_packages.sh python compiler
+	$(PYTHON) -m venv --clear $(VENV)
+	$(PIP) install --quiet --upgrade pip
+	touch $@
+
+$(VENV)/.build-deps: pyproject.toml tools/requirements.py | $(VENV)/.created
+	$(call install_requirements,build,cmake ninja)
+	touch $@
+
+$(VENV)/.torch: tools/install_torch.py | $(VENV)/.created
+	$(BIN)/python tools/install_torch.py --version $(TORCH_VERSION)
+	touch $@
+
+$(VENV)/.demo-deps: pyproject.toml tools/requirements.py | $(VENV)/.created
+	$(call install_requirements,runtime demo)
+	touch $@
+
+$(VENV)/.dev-deps: pyproject.toml tools/requirements.py | $(VENV)/.created
+	$(call install_requirements,test dev)
+	touch $@
+
+$(VENV)/.runtime-deps: pyproject.toml tools/requirements.py | $(VENV)/.created
+	$(call install_requirements,runtime)
+	touch $@
+
+$(VENV)/.installed: $(PACKAGE_FILES) $(VENV)/.build-deps $(VENV)/.runtime-deps
+	$(PIP) install --quiet --no-build-isolation --no-deps --force-reinstall \
+	  --config-settings=build-dir=$(BUILD)/wheel .
+	touch $@
+
+.PHONY: cpp-deps
+cpp-deps: $(VENV)/.build-deps
+	@tools/system_packages.sh gtest

@@ -1,0 +1,44 @@
+// Commands: what the engine asks of the session. The order of a list is the order of execution.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "ebbtide/plan.h"
+#include "ebbtide/types.h"
+
+namespace ebbtide {
+
+enum class CommandKind : std::uint8_t {
+  kProbe,            // who else holds `storage`, is its content as saved: answer with Engine::probed
+  kRecord,           // record `event` on `stream`
+  kCopy,             // start `copy`: run `plan`, after `event` if it is not 0; report with Engine::completed
+  kWait,             // block until `copy` is done and reported
+  kAlloc,            // allocate `nbytes` for `storage`: answer with Engine::allocated or allocation_failed
+  kReleaseLease,     // drop the reference that keeps the saved storage alive
+  kReleaseRestored,  // drop the reference that keeps the restored storage alive
+  kForget,           // drop everything about `storage`: its id is not used any more
+  kTierFull,         // a storage stayed on the device because its tier is full or failed; sent once
+};
+
+struct Command {
+  CommandKind kind{};
+  StorageId storage{};
+  CopyId copy{};
+  bool to_device = false;  // direction of a copy
+  EventId event{};
+  StreamRef stream{};
+  std::uint64_t nbytes = 0;   // kAlloc
+  std::uint64_t residue = 0;  // kAlloc: address modulo kAlignmentBytes
+  Plan plan = {};             // kCopy
+
+  friend bool operator==(const Command&, const Command&) = default;
+};
+
+using Commands = std::vector<Command>;
+
+std::string to_string(const Command& command);
+std::string to_string(const Commands& commands);
+
+}  // namespace ebbtide

@@ -1,0 +1,84 @@
+// Journal: what an engine was asked and what it answered, to be replayed against another engine.
+//
+// The engine decides from its calls alone, so a journal reproduces a run without a device, a framework or a clock.
+#pragma once
+
+#include <cstddef>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "ebbtide/engine.h"
+
+namespace ebbtide {
+
+namespace calls {
+
+struct BeginEpoch {};
+struct EndEpoch {
+  EpochId epoch;
+};
+struct Kept {
+  KeepReason reason;
+  std::uint64_t nbytes;
+};
+struct Drop {
+  TicketId ticket;
+};
+struct Probed {
+  StorageId storage;
+  ProbeAnswer answer;
+};
+struct Completed {
+  CopyId copy;
+  bool ok;
+  ProbeAnswer answer;
+};
+struct Allocated {
+  StorageId storage;
+  StorageRef restored;
+  StreamRef stream;
+};
+struct AllocationFailed {
+  StorageId storage;
+};
+struct Restore {
+  TicketId ticket;
+  PassId pass;
+  bool live;
+  bool shared;
+};
+struct EndPass {
+  PassId pass;
+};
+
+}  // namespace calls
+
+using Call = std::variant<calls::BeginEpoch, calls::EndEpoch, calls::Kept, SaveRequest, calls::Drop, calls::Probed,
+                          calls::Completed, calls::Allocated, calls::AllocationFailed, calls::Restore, calls::EndPass>;
+
+struct JournalEntry {
+  Call call;
+  std::string answer;  // verdict and commands, or "error: …"
+};
+
+using Journal = std::vector<JournalEntry>;
+
+struct Divergence {
+  std::size_t index;
+  std::string expected;
+  std::string found;
+};
+
+// Makes the call on `engine` and returns its answer as text.
+std::string answer(Engine& engine, const Call& call);
+
+// Makes the journal's calls on a fresh engine with the same configuration and an equal space; returns the first call
+// that is answered otherwise.
+std::optional<Divergence> replay(const Journal& journal, Engine& engine);
+
+std::string to_string(const SaveVerdict& verdict);
+std::string to_string(const RestoreVerdict& verdict);
+
+}  // namespace ebbtide

@@ -1,0 +1,125 @@
+// Registry: one entry per storage, version and epoch; the tickets on it; and who is found by which identity.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <unordered_map>
+#include <vector>
+
+#include "ebbtide/block_space.h"
+#include "ebbtide/byte_ranges.h"
+#include "ebbtide/plan.h"
+#include "ebbtide/storage_ref.h"
+#include "ebbtide/types.h"
+#include "ebbtide/view_meta.h"
+
+namespace ebbtide {
+
+// Why the session holds a reference to the saved storage.
+enum class Lease : std::uint8_t {
+  kNone,      // it does not: every wanted byte has a copy
+  kWindow,    // saved just now
+  kDue,       // left the window, waits for the next probe
+  kProbing,   // a probe was sent
+  kInFlight,  // a copy is running
+  kPinned,    // stays on the device for as long as a ticket lives
+};
+
+enum class Restored : std::uint8_t { kNone, kAllocating, kLoading, kReady };
+
+struct SavedView {
+  ViewMeta meta;
+  ByteRange extent;
+};
+
+struct Entry {
+  StorageId id{};
+  StorageRef source;
+  std::uint64_t version = 0;
+  EpochId epoch{};
+  EventId saved_event{};
+  bool closed = false;  // takes no new views
+  bool dying = false;   // no ticket left, a copy or an allocation still runs
+
+  std::vector<SavedView> views;
+  ByteRanges wanted;
+  std::uint64_t live_tickets = 0;
+
+  Lease lease = Lease::kNone;
+  bool found_held = false;         // the last probe found other holders
+  ByteRanges valid;                // bytes with a finished copy
+  std::vector<CopiedSpan> copied;  // where they are
+  std::vector<Block> blocks;
+  ByteRanges copying;  // bytes of the running copy
+  Block copying_block;
+
+  Restored restored = Restored::kNone;
+  StorageRef restored_ref;
+  ByteRanges restored_valid;
+  CopyId load{};
+  StreamRef restored_stream{};
+  bool restored_held = false;  // the session keeps the restored storage alive
+  std::uint64_t guess_bytes = 0;  // > 0: loaded on a guess, nobody has asked yet
+
+  PassId pass{};               // the pass that `unserved` counts for
+  std::uint64_t unserved = 0;  // live tickets not served in it
+
+  [[nodiscard]] bool leased() const { return lease != Lease::kNone; }
+  [[nodiscard]] ByteRanges missing() const;
+};
+
+struct TicketRecord {
+  StorageId storage{};
+  std::uint32_t view = 0;
+  PassId served{};
+};
+
+// Not thread safe. References stay valid until the entry or ticket is erased.
+class Registry {
+ public:
+  Entry& create(const StorageRef& source, std::uint64_t version, EpochId epoch);
+  void erase(StorageId storage);
+  // Nobody finds the entry by identity any more.
+  void hide(Entry& entry);
+  [[nodiscard]] Entry* find(StorageId storage);
+
+  // The entry that takes new views of this storage in this epoch: by the saved storage, or by the restored one.
+  [[nodiscard]] Entry* find_saved(std::uint64_t identity, EpochId epoch);
+  [[nodiscard]] Entry* find_restored(std::uint64_t identity);
+  void bind_restored(Entry& entry, const StorageRef& restored);
+  void unbind_restored(Entry& entry);
+  // No entry of the epoch is found by identity any more.
+  void close_epoch(EpochId epoch);
+
+  TicketId issue(Entry& entry, std::uint32_t view);
+  [[nodiscard]] TicketRecord* ticket(TicketId ticket);
+  void revoke(TicketId ticket);
+
+  // Visits entries saved before `storage`, newest first, until `visit` returns false.
+  void walk_back(StorageId storage, const std::function<bool(Entry&)>& visit);
+  void for_each(const std::function<void(Entry&)>& visit);
+  [[nodiscard]] std::size_t entries() const { return entries_.size(); }
+  [[nodiscard]] std::size_t tickets() const { return tickets_.size(); }
+
+ private:
+  struct Key {
+    std::uint64_t identity;
+    EpochId epoch;
+    friend bool operator==(const Key&, const Key&) = default;
+  };
+  struct KeyHash {
+    std::size_t operator()(const Key& key) const {
+      return std::hash<std::uint64_t>{}(key.identity * 0x9E3779B97F4A7C15ULL ^ value(key.epoch));
+    }
+  };
+
+  std::map<StorageId, Entry> entries_;  // in the order of saving, since ids only grow
+  std::unordered_map<Key, StorageId, KeyHash> saved_;
+  std::unordered_map<std::uint64_t, StorageId> restored_;
+  std::unordered_map<std::uint64_t, TicketRecord> tickets_;
+  std::uint64_t last_storage_ = 0;
+  std::uint64_t last_ticket_ = 0;
+};
+
+}  // namespace ebbtide

@@ -1,0 +1,121 @@
+#include "ebbtide/engine.h"
+
+#include "ebbtide/error.h"
+
+namespace ebbtide {
+
+Engine::Engine(const EngineConfig& config, std::shared_ptr<BlockSpace> space)
+    : config_(config), space_(std::move(space)) {
+  if (space_ == nullptr) throw Error(ErrorKind::kUsage, "[Engine] no tier was given: pass a HostPool or a SpillFile");
+}
+
+Engine::~Engine() {
+  registry_.for_each([this](Entry& entry) {
+    for (const Block& block : entry.blocks) space_->free(block);
+    if (entry.copying_block.nbytes > 0) space_->free(entry.copying_block);
+  });
+}
+
+EpochId Engine::begin_epoch() {
+  const std::lock_guard lock(mutex_);
+  return EpochId{++last_epoch_};
+}
+
+Commands Engine::end_epoch(EpochId epoch) {
+  const std::lock_guard lock(mutex_);
+  registry_.close_epoch(epoch);
+  Commands commands;
+  look(commands, static_cast<std::uint32_t>(due_.size()));
+  return commands;
+}
+
+Commands Engine::drop(TicketId ticket) {
+  const std::lock_guard lock(mutex_);
+  Commands commands;
+  const TicketRecord* record = registry_.ticket(ticket);
+  if (record == nullptr) return commands;
+  Entry& entry = *registry_.find(record->storage);
+  const bool unserved = record->served != entry.pass;
+  registry_.revoke(ticket);
+  if (entry.live_tickets == 0) {
+    finish_entry(entry, commands);
+  } else if (value(entry.pass) != 0 && unserved && entry.unserved > 0 && --entry.unserved == 0 &&
+             entry.restored == Restored::kReady) {
+    release_restored(entry, commands);
+  }
+  return commands;
+}
+
+void Engine::kept(KeepReason reason, std::uint64_t nbytes) {
+  const std::lock_guard lock(mutex_);
+  ++stats_.saved_tensors;
+  stats_.saved_bytes += nbytes;
+  stats_.keep(reason);
+}
+
+Stats Engine::stats() const {
+  const std::lock_guard lock(mutex_);
+  Stats stats = stats_;
+  stats.entries = registry_.entries();
+  return stats;
+}
+
+void Engine::reset_stats() {
+  const std::lock_guard lock(mutex_);
+  stats_.reset();
+}
+
+void Engine::set_lease(Entry& entry, Lease lease) {
+  if (!entry.leased() && lease != Lease::kNone) stats_.device_bytes += entry.source.nbytes;
+  if (entry.leased() && lease == Lease::kNone) stats_.device_bytes -= entry.source.nbytes;
+  entry.lease = lease;
+}
+
+void Engine::set_found_held(Entry& entry, bool held) {
+  if (held && !entry.found_held) ++stats_.parked;
+  if (!held && entry.found_held) --stats_.parked;
+  entry.found_held = held;
+}
+
+void Engine::hold_restored(Entry& entry, bool held) {
+  if (held && !entry.restored_held) stats_.device_bytes += entry.restored_ref.nbytes;
+  if (!held && entry.restored_held) stats_.device_bytes -= entry.restored_ref.nbytes;
+  entry.restored_held = held;
+}
+
+void Engine::finish_entry(Entry& entry, Commands& commands) {
+  registry_.hide(entry);
+  entry.dying = true;
+  if (entry.lease == Lease::kInFlight) return;
+  if (entry.restored == Restored::kAllocating || entry.restored == Restored::kLoading) return;
+
+  if (entry.lease == Lease::kWindow) {
+    windows_[static_cast<std::int64_t>(entry.source.device)].remove(entry.id);
+    stats_.keep(KeepReason::kLast);
+  }
+  set_found_held(entry, false);
+  for (const Block& block : entry.blocks) give_block(block);
+  if (entry.leased()) {
+    set_lease(entry, Lease::kNone);
+    commands.push_back({.kind = CommandKind::kReleaseLease, .storage = entry.id});
+  }
+  if (entry.restored_held) release_restored(entry, commands);
+  commands.push_back({.kind = CommandKind::kForget, .storage = entry.id});
+  registry_.erase(entry.id);
+}
+
+std::optional<Block> Engine::take_block(std::uint64_t nbytes) {
+  std::optional<Block> block = space_->allocate(nbytes, config_.max_tier_bytes);
+  if (block) {
+    stats_.tier_bytes += nbytes;
+    stats_.peak_tier_bytes = std::max(stats_.peak_tier_bytes, stats_.tier_bytes);
+  }
+  return block;
+}
+
+void Engine::give_block(const Block& block) {
+  space_->free(block);
+  stats_.tier_bytes -= block.nbytes;
+}
+
+}  // namespace ebbtide

@@ -1,0 +1,109 @@
+// Saving: which entry a tensor belongs to, and which bytes of it are new.
+#include <algorithm>
+
+#include "ebbtide/engine.h"
+
+namespace ebbtide {
+
+namespace {
+
+std::uint64_t view_bytes(const ViewMeta& view) {
+  std::uint64_t nbytes = static_cast<std::uint64_t>(view.itemsize);
+  for (const std::int64_t size : view.sizes) nbytes *= static_cast<std::uint64_t>(size);
+  return nbytes;
+}
+
+bool same_memory(const StorageRef& a, const StorageRef& b) { return a.address == b.address && a.nbytes == b.nbytes; }
+
+SaveVerdict keep_verdict(KeepReason reason) { return {.outcome = SaveOutcome::kKept, .reason = reason}; }
+
+}  // namespace
+
+SaveVerdict Engine::save(const SaveRequest& request) {
+  const ByteRange range = extent(request.view);
+  const std::lock_guard lock(mutex_);
+  if (!request.spoiled) {
+    ++stats_.saved_tensors;
+    stats_.saved_bytes += view_bytes(request.view);
+  }
+  if (range.end > request.storage.nbytes) {
+    stats_.keep(KeepReason::kUnsupported);
+    return keep_verdict(KeepReason::kUnsupported);
+  }
+  if (!request.forced && request.storage.nbytes < config_.min_bytes) {
+    stats_.keep(KeepReason::kSmall);
+    return keep_verdict(KeepReason::kSmall);
+  }
+
+  SaveVerdict verdict;
+  Entry* entry = find_join(request, range);
+  if (entry == nullptr) {
+    entry = &registry_.create(request.storage, request.version, request.epoch);
+    verdict.outcome = SaveOutcome::kNew;
+    ++stats_.storages;
+  } else {
+    verdict.outcome = SaveOutcome::kJoined;
+    const auto equal = [&](const SavedView& view) { return view.extent == range && view.meta == request.view; };
+    const auto found = std::find_if(entry->views.begin(), entry->views.end(), equal);
+    if (found != entry->views.end()) {
+      ++stats_.exact_duplicates;
+      verdict.outcome = SaveOutcome::kDuplicate;
+      verdict.storage = entry->id;
+      verdict.ticket = issue(*entry, static_cast<std::uint32_t>(found - entry->views.begin()));
+      look(verdict.commands, config_.probes_per_save);
+      return verdict;
+    }
+  }
+  entry->views.push_back({request.view, range});
+  verdict.storage = entry->id;
+  verdict.ticket = issue(*entry, static_cast<std::uint32_t>(entry->views.size() - 1));
+  if (value(request.stream) != 0) {
+    entry->saved_event = EventId{++last_event_};
+    verdict.commands.push_back({.kind = CommandKind::kRecord, .event = entry->saved_event, .stream = request.stream});
+  }
+  want(*entry, range, verdict);
+  look(verdict.commands, config_.probes_per_save);
+  return verdict;
+}
+
+Entry* Engine::find_join(const SaveRequest& request, ByteRange range) {
+  if (Entry* entry = registry_.find_saved(request.storage.identity, request.epoch)) {
+    const bool joins = !request.spoiled && !entry->closed && entry->version == request.version &&
+                       same_memory(entry->source, request.storage);
+    if (joins) return entry;
+    entry->closed = true;
+    return nullptr;
+  }
+  Entry* entry = registry_.find_restored(request.storage.identity);
+  if (entry == nullptr || request.spoiled || entry->version != request.version ||
+      entry->restored != Restored::kReady || !same_memory(entry->restored_ref, request.storage) ||
+      !entry->restored_valid.contains(range)) {
+    return nullptr;
+  }
+  return entry;
+}
+
+TicketId Engine::issue(Entry& entry, std::uint32_t view) {
+  const TicketId ticket = registry_.issue(entry, view);
+  // Saved while a backward runs: it is for a later one, so this one has no claim to keep for it.
+  registry_.ticket(ticket)->served = entry.pass;
+  return ticket;
+}
+
+void Engine::want(Entry& entry, ByteRange range, SaveVerdict& verdict) {
+  const std::uint64_t before = entry.wanted.nbytes();
+  entry.wanted.add(range);
+  const std::uint64_t added = entry.wanted.nbytes() - before;
+  if (added == 0) return;
+  stats_.unique_bytes += added;
+  Window& window = windows_[static_cast<std::int64_t>(entry.source.device)];
+  if (entry.lease == Lease::kWindow) {
+    window.grow(entry.id, added);
+  } else if (!entry.leased()) {
+    set_lease(entry, Lease::kWindow);
+    window.push(entry.id, added);
+    verdict.lease = true;
+  }
+}
+
+}  // namespace ebbtide

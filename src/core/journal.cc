@@ -1,0 +1,78 @@
+#include "ebbtide/journal.h"
+
+#include "ebbtide/error.h"
+
+namespace ebbtide {
+
+namespace {
+
+struct Answer {
+  Engine& engine;
+
+  std::string operator()(const calls::BeginEpoch&) const { return std::to_string(value(engine.begin_epoch())); }
+  std::string operator()(const calls::EndEpoch& call) const { return to_string(engine.end_epoch(call.epoch)); }
+  std::string operator()(const calls::Kept& call) const {
+    engine.kept(call.reason, call.nbytes);
+    return "";
+  }
+  std::string operator()(const SaveRequest& call) const { return to_string(engine.save(call)); }
+  std::string operator()(const calls::Drop& call) const { return to_string(engine.drop(call.ticket)); }
+  std::string operator()(const calls::Probed& call) const { return to_string(engine.probed(call.storage, call.answer)); }
+  std::string operator()(const calls::Completed& call) const {
+    return to_string(engine.completed(call.copy, call.ok, call.answer));
+  }
+  std::string operator()(const calls::Allocated& call) const {
+    return to_string(engine.allocated(call.storage, call.restored, call.stream));
+  }
+  std::string operator()(const calls::AllocationFailed& call) const {
+    return to_string(engine.allocation_failed(call.storage));
+  }
+  std::string operator()(const calls::Restore& call) const {
+    return to_string(engine.restore(call.ticket, call.pass, call.live, call.shared));
+  }
+  std::string operator()(const calls::EndPass& call) const { return to_string(engine.end_pass(call.pass)); }
+};
+
+}  // namespace
+
+std::string answer(Engine& engine, const Call& call) {
+  try {
+    return std::visit(Answer{engine}, call);
+  } catch (const Error& error) {
+    return std::string("error: ") + error.what();
+  }
+}
+
+std::optional<Divergence> replay(const Journal& journal, Engine& engine) {
+  for (std::size_t i = 0; i < journal.size(); ++i) {
+    const std::string found = answer(engine, journal[i].call);
+    if (found != journal[i].answer) return Divergence{i, journal[i].answer, found};
+  }
+  return std::nullopt;
+}
+
+std::string to_string(const SaveVerdict& verdict) {
+  static constexpr const char* kNames[] = {"kept", "new", "joined", "duplicate"};
+  std::string text = kNames[static_cast<std::size_t>(verdict.outcome)];
+  if (verdict.outcome == SaveOutcome::kKept) {
+    text += " ";
+    text += kKeepReasonNames[static_cast<std::size_t>(verdict.reason)];
+  } else {
+    text += " storage " + std::to_string(value(verdict.storage)) + " ticket " + std::to_string(value(verdict.ticket));
+  }
+  if (verdict.lease) text += " lease";
+  return text + "\n" + to_string(verdict.commands);
+}
+
+std::string to_string(const RestoreVerdict& verdict) {
+  static constexpr const char* kNames[] = {"live", "shared", "load", "pending"};
+  std::string text = kNames[static_cast<std::size_t>(verdict.outcome)];
+  text += " storage " + std::to_string(value(verdict.storage));
+  if (verdict.outcome == RestoreOutcome::kLoad) {
+    text += ": " + std::to_string(verdict.nbytes) + " bytes at " + std::to_string(verdict.residue);
+  }
+  if (verdict.outcome == RestoreOutcome::kPending) text += " on copy " + std::to_string(value(verdict.load));
+  return text + "\n" + to_string(verdict.commands);
+}
+
+}  // namespace ebbtide
