@@ -20,7 +20,7 @@ GROUPS = (
     ("types", "error", "config"),
     ("byte_ranges", "view_meta", "checksum", "extent_allocator"),
     ("storage_ref", "block_space", "plan", "command", "stats", "window", "registry"),
-    ("host_pool", "spill_file"),
+    ("host_pool", "spill_file", "malloc_threshold"),
     ("engine", "journal"),
     ("host_executor",),
     ("bindings",),

@@ -75,7 +75,7 @@ for need in "${needs[@]}"; do
       echo "[system_packages] PYTHON=$python must be Python 3.10 or newer with venv, ensurepip and headers: on Debian 'apt-get install $names' as root, elsewhere install them or set PYTHON" >&2
       failed=1 ;;
     compiler)
-      echo "[system_packages] CXX=$cxx does not compile C++20: on Debian 'apt-get install $names' as root, elsewhere install GCC 11 or Clang 14 or newer, or set CXX" >&2
+      echo "[system_packages] CXX=$cxx does not compile C++20: on Debian 'apt-get install $names' as root, elsewhere install GCC 12 or a Clang of that age or newer, or set CXX" >&2
       failed=1 ;;
   esac
 done

@@ -3,7 +3,7 @@
 // Slabs come from a SlabSource, so that pageable memory here and a framework's pinned memory elsewhere share the same
 // pool. Slabs stay reserved when their blocks come back: after the first step of a training run the pool asks the
 // source for nothing. A request above a quarter of the slab size that no slab has room for gets a slab of its own,
-// exactly as large: so a slab that is full wastes at most a fifth, whatever the sizes.
+// exactly as large: first fit of what remains wastes at most a fifth of the full slabs, whatever the sizes.
 #pragma once
 
 #include <cstdint>

@@ -15,7 +15,7 @@ namespace {
 constexpr std::uint64_t kAlignment = 64;
 // Near the cap every slab is as small as can be: a floor keeps a flood of tiny blocks from becoming as many slabs.
 constexpr std::uint64_t kSmallestSlabFraction = 64;
-// At most this fraction of a slab is left over when a block that may share slabs does not fit any more.
+// First fit of blocks up to 1/n of a slab fills n/(n + 1) of the slabs, all but the last: 0.8 here.
 constexpr std::uint64_t kOwnSlabFraction = 4;
 
 class PageableSlabSource final : public SlabSource {

@@ -32,7 +32,9 @@ void expect_canonical(const ByteRanges& set) {
   const auto& ranges = set.ranges();
   for (std::size_t i = 0; i < ranges.size(); ++i) {
     EXPECT_FALSE(ranges[i].empty()) << to_string(set);
-    if (i > 0) EXPECT_LT(ranges[i - 1].end, ranges[i].begin) << to_string(set);
+    if (i > 0) {
+      EXPECT_LT(ranges[i - 1].end, ranges[i].begin) << to_string(set);
+    }
   }
 }
 
@@ -130,7 +132,9 @@ TEST_P(ByteRangesRandom, MatchesABitmap) {
     for (const ByteRanges* s : {&sets[0], &sets[1]}) {
       const ByteRange span = s->span();
       EXPECT_EQ(s->empty(), span.empty());
-      if (!s->empty()) EXPECT_EQ(span, (ByteRange{s->ranges().front().begin, s->ranges().back().end}));
+      if (!s->empty()) {
+        EXPECT_EQ(span, (ByteRange{s->ranges().front().begin, s->ranges().back().end}));
+      }
     }
   }
 }

@@ -264,8 +264,12 @@ TEST_P(HostPoolRandom, BlocksAreDisjointAndKeepTheirBytes) {
           ASSERT_EQ(block->nbytes, nbytes);
           ASSERT_EQ(address % 64, 0u);
           const auto next = live.lower_bound(address);
-          if (next != live.end()) ASSERT_LE(address + nbytes, next->first);
-          if (next != live.begin()) ASSERT_LE(std::prev(next)->first + std::prev(next)->second.nbytes, address);
+          if (next != live.end()) {
+            ASSERT_LE(address + nbytes, next->first);
+          }
+          if (next != live.begin()) {
+            ASSERT_LE(std::prev(next)->first + std::prev(next)->second.nbytes, address);
+          }
           std::memset(memory_of(*block), static_cast<int>(address >> 6) & 0xff, nbytes);
           live.emplace(address, *block);
           used += nbytes;

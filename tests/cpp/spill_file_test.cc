@@ -436,9 +436,9 @@ TEST_F(SpillFileTest, AgreesWithAModel) {
   unsigned trimmed = 0;
   for (unsigned step = 0; step < 4000; ++step) {
     // Phases that mostly grow and phases that mostly shrink, down to nothing.
-    const bool shrink = step / 250 % 2 == 1;
-    const unsigned action = random() % 8;
-    if (action < (shrink ? 1u : 4u)) {
+    const bool shrink = step / 500 % 2 == 1;
+    const int action = static_cast<int>(random() % 8);
+    if (action < (shrink ? 1 : 4)) {
       const std::uint64_t nbytes = 1 + random() % (random() % 8 == 0 ? 300'000 : 9'000);
       if (const auto block = file.allocate(nbytes, kLimit)) {
         ASSERT_EQ(block->nbytes, nbytes);
@@ -451,11 +451,11 @@ TEST_F(SpillFileTest, AgreesWithAModel) {
       ASSERT_TRUE(file.trim());
       ASSERT_EQ(file.reserved_bytes(), 0u);
       ++trimmed;
-    } else if (action < 5) {
+    } else if (action < (shrink ? 2 : 5)) {
       const auto held = any_of_model();
       held->bytes = some_bytes(held->bytes.size(), step);
       write(file, held->block, held->bytes);
-    } else if (action < 6) {
+    } else if (action < (shrink ? 3 : 6)) {
       const auto held = any_of_model();
       ASSERT_EQ(read(file, held->block), held->bytes);
       ASSERT_FALSE(file.trim());

@@ -1,0 +1,22 @@
+// One registration function per header of include/ebbtide. Bindings translate; they decide nothing.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <exception>
+
+namespace ebbtide::bindings {
+
+void bind_errors(nanobind::module_& m);
+void bind_stats(nanobind::module_& m);
+void bind_command(nanobind::module_& m);
+void bind_host_pool(nanobind::module_& m);
+void bind_spill_file(nanobind::module_& m);
+void bind_engine(nanobind::module_& m);
+void bind_host_executor(nanobind::module_& m);
+void bind_malloc_threshold(nanobind::module_& m);
+
+// The exception as an object of ebbtide.errors (others: RuntimeError); None for a null pointer.
+nanobind::object to_python(const std::exception_ptr& error);
+
+}  // namespace ebbtide::bindings

@@ -1,0 +1,136 @@
+#include "ebbtide/engine.h"
+
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include "bindings.h"
+
+namespace nb = nanobind;
+
+namespace ebbtide::bindings {
+
+namespace {
+
+using Integers = std::vector<std::int64_t>;
+
+void bind_verdicts(nb::module_& m) {
+  nb::enum_<SaveOutcome>(m, "SaveOutcome", nb::is_arithmetic())
+      .value("KEPT", SaveOutcome::kKept)
+      .value("NEW", SaveOutcome::kNew)
+      .value("JOINED", SaveOutcome::kJoined)
+      .value("DUPLICATE", SaveOutcome::kDuplicate);
+  nb::enum_<RestoreOutcome>(m, "RestoreOutcome", nb::is_arithmetic())
+      .value("LIVE", RestoreOutcome::kLive)
+      .value("SHARED", RestoreOutcome::kShared)
+      .value("LOAD", RestoreOutcome::kLoad)
+      .value("PENDING", RestoreOutcome::kPending);
+  nb::enum_<KeepReason>(m, "KeepReason")
+      .value("PARAMETER", KeepReason::kParameter)
+      .value("PARAMETER_CAST", KeepReason::kParameterCast)
+      .value("SMALL", KeepReason::kSmall)
+      .value("POLICY", KeepReason::kPolicy)
+      .value("LAST", KeepReason::kLast)
+      .value("UNSUPPORTED", KeepReason::kUnsupported)
+      .value("DEVICE", KeepReason::kDevice)
+      .value("BUDGET", KeepReason::kBudget)
+      .value("HOST_FULL", KeepReason::kTierFull)
+      .value("CAPTURE", KeepReason::kCapture);
+  nb::class_<SaveVerdict>(m, "SaveVerdict")
+      .def_prop_ro("outcome", [](const SaveVerdict& verdict) { return static_cast<int>(verdict.outcome); })
+      .def_ro("reason", &SaveVerdict::reason)
+      .def_prop_ro("ticket", [](const SaveVerdict& verdict) { return value(verdict.ticket); })
+      .def_prop_ro("storage", [](const SaveVerdict& verdict) { return value(verdict.storage); })
+      .def_ro("lease", &SaveVerdict::lease)
+      .def_prop_ro("commands", [](const SaveVerdict& verdict) { return verdict.commands; });
+  nb::class_<RestoreVerdict>(m, "RestoreVerdict")
+      .def_prop_ro("outcome", [](const RestoreVerdict& verdict) { return static_cast<int>(verdict.outcome); })
+      .def_prop_ro("load", [](const RestoreVerdict& verdict) { return value(verdict.load); })
+      .def_ro("nbytes", &RestoreVerdict::nbytes)
+      .def_ro("residue", &RestoreVerdict::residue)
+      .def_prop_ro("commands", [](const RestoreVerdict& verdict) { return verdict.commands; });
+}
+
+SaveVerdict save(Engine& engine, std::int64_t device, std::uint64_t identity, std::uint64_t address,
+                 std::uint64_t nbytes, std::int64_t storage_offset, std::int64_t itemsize, std::int64_t kind,
+                 Integers sizes, Integers strides, std::uint64_t version, std::uint64_t epoch, std::uint64_t stream,
+                 bool forced, bool spoiled) {
+  return engine.save({.storage = {DeviceId{device}, identity, address, nbytes},
+                      .view = {storage_offset, itemsize, kind, std::move(sizes), std::move(strides)},
+                      .version = version,
+                      .epoch = EpochId{epoch},
+                      .stream = StreamRef{stream},
+                      .forced = forced,
+                      .spoiled = spoiled});
+}
+
+}  // namespace
+
+void bind_engine(nb::module_& m) {
+  bind_verdicts(m);
+  nb::class_<Engine>(m, "Engine")
+      .def(
+          "__init__",
+          [](Engine* self, std::shared_ptr<BlockSpace> space, std::uint64_t min_bytes, std::uint64_t keep_last_bytes,
+             std::uint64_t prefetch_bytes, std::uint64_t in_flight_bytes, std::uint64_t max_tier_bytes) {
+            EngineConfig config;
+            config.min_bytes = min_bytes;
+            config.keep_last_bytes = keep_last_bytes;
+            config.prefetch_bytes = prefetch_bytes;
+            config.in_flight_bytes = in_flight_bytes;
+            config.max_tier_bytes = max_tier_bytes;
+            new (self) Engine(config, std::move(space));
+          },
+          nb::arg("space"), nb::kw_only(), nb::arg("min_bytes"), nb::arg("keep_last_bytes"), nb::arg("prefetch_bytes"),
+          nb::arg("in_flight_bytes"), nb::arg("max_tier_bytes"))
+      .def("begin_epoch", [](Engine& engine) { return value(engine.begin_epoch()); })
+      .def(
+          "end_epoch", [](Engine& engine, std::uint64_t epoch) { return engine.end_epoch(EpochId{epoch}); },
+          nb::arg("epoch"))
+      .def("kept", &Engine::kept, nb::arg("reason"), nb::arg("nbytes"))
+      .def("save", &save, nb::arg("device"), nb::arg("identity"), nb::arg("address"), nb::arg("nbytes"),
+           nb::arg("storage_offset"), nb::arg("itemsize"), nb::arg("kind"), nb::arg("sizes"), nb::arg("strides"),
+           nb::arg("version"), nb::arg("epoch"), nb::arg("stream"), nb::arg("forced"), nb::arg("spoiled"))
+      .def("drop", [](Engine& engine, std::uint64_t ticket) { return engine.drop(TicketId{ticket}); },
+           nb::arg("ticket"))
+      .def(
+          "probed",
+          [](Engine& engine, std::uint64_t storage, std::uint64_t holders, bool same, bool intact) {
+            return engine.probed(StorageId{storage}, {holders, same, intact});
+          },
+          nb::arg("storage"), nb::arg("holders"), nb::arg("same"), nb::arg("intact"))
+      .def(
+          "completed",
+          [](Engine& engine, std::uint64_t copy, bool ok, std::uint64_t holders, bool same, bool intact) {
+            return engine.completed(CopyId{copy}, ok, {holders, same, intact});
+          },
+          nb::arg("copy"), nb::arg("ok"), nb::arg("holders"), nb::arg("same"), nb::arg("intact"))
+      .def(
+          "allocated",
+          [](Engine& engine, std::uint64_t storage, std::int64_t device, std::uint64_t identity, std::uint64_t address,
+             std::uint64_t nbytes, std::uint64_t stream) {
+            return engine.allocated(StorageId{storage}, {DeviceId{device}, identity, address, nbytes},
+                                    StreamRef{stream});
+          },
+          nb::arg("storage"), nb::arg("device"), nb::arg("identity"), nb::arg("address"), nb::arg("nbytes"),
+          nb::arg("stream"))
+      .def(
+          "allocation_failed",
+          [](Engine& engine, std::uint64_t storage) { return engine.allocation_failed(StorageId{storage}); },
+          nb::arg("storage"))
+      .def(
+          "restore",
+          [](Engine& engine, std::uint64_t ticket, std::uint64_t pass_id, bool live, bool shared) {
+            return engine.restore(TicketId{ticket}, PassId{pass_id}, live, shared);
+          },
+          nb::arg("ticket"), nb::arg("pass_id"), nb::arg("live"), nb::arg("shared"))
+      .def(
+          "wait_loaded", [](Engine& engine, std::uint64_t storage) { engine.wait_loaded(StorageId{storage}); },
+          nb::arg("storage"), nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "end_pass", [](Engine& engine, std::uint64_t pass_id) { return engine.end_pass(PassId{pass_id}); },
+          nb::arg("pass_id"))
+      .def("stats", &Engine::stats)
+      .def("reset_stats", &Engine::reset_stats);
+}
+
+}  // namespace ebbtide::bindings

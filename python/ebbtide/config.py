@@ -1,0 +1,552 @@
+"""Options: what users may write, checked in one place, and what follows from it on a machine.
+
+``OffloadConfig`` holds what was asked for, ``Resolved`` what is used. Sizes are bytes everywhere.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import operator
+import os
+import re
+import reprlib
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ebbtide.errors import UsageError
+from ebbtide.host_memory import default_max_host_bytes
+
+__all__ = [
+    "OffloadConfig",
+    "Resolved",
+    "default_disk_directory",
+    "environment_name",
+    "format_bytes",
+    "parse_bytes",
+]
+
+_KIB = 1 << 10
+_MIB = 1 << 20
+_GIB = 1 << 30
+
+MIN_BYTES_HOST = 256 * _KIB
+MIN_BYTES_DISK = 64 * _KIB
+
+# With CPU tensors these amounts stand in the very memory that offload is to relieve: smaller ones.
+ACCELERATOR_KEEP_LAST_BYTES = 128 * _MIB
+CPU_KEEP_LAST_BYTES = 32 * _MIB
+ACCELERATOR_PREFETCH_BYTES = 256 * _MIB
+CPU_PREFETCH_BYTES = 64 * _MIB
+ACCELERATOR_IN_FLIGHT_BYTES = 1 * _GIB
+ACCELERATOR_IN_FLIGHT_DIVISOR = 10  # of device memory
+CPU_IN_FLIGHT_BYTES = 64 * _MIB
+
+_MAX_BYTES = (1 << 63) - 1
+
+# As GNU coreutils: K and KiB are 1024, KB is 1000.
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgtpe", start=1):
+    _UNITS |= {_letter: 1024**_power, f"{_letter}i": 1024**_power, f"{_letter}ib": 1024**_power}
+    _UNITS[f"{_letter}b"] = 1000**_power
+
+_SIZE = re.compile(
+    r"(?P<sign>-?)(?P<number>(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d{1,2})?)\s*(?P<unit>[a-z]*)",
+    re.ASCII | re.IGNORECASE,
+)
+_SIZE_TEXT_LENGTH = 64  # longer ones are no sizes; bounds the arithmetic
+
+_SHOWN = reprlib.Repr()
+_SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 80
+
+
+def parse_bytes(value: object, place: str = "parse_bytes") -> int:
+    """Bytes of ``value``: a whole number of bytes, or text such as ``"8GiB"``, ``"1.5 GB"``, ``"64k"``.
+
+    KiB, MiB, GiB, TiB, PiB, EiB and their short forms K, Ki, M, … count in 1024; KB, MB, … in
+    1000; case does not matter. No unit means bytes. Fractions of a byte that a unit leaves are
+    dropped.
+
+    Raises:
+        UsageError: naming ``place`` and the value: negative, no size at all, a bool, not whole, or
+            above 2**63 - 1.
+    """
+    nbytes = _parse_size_text(value, place) if isinstance(value, str) else _whole(value, place)
+    if nbytes < 0:
+        raise UsageError(f"[{place}] {_SHOWN.repr(value)} is negative: give 0 or more bytes")
+    if nbytes > _MAX_BYTES:
+        raise UsageError(f"[{place}] {_SHOWN.repr(value)} is above 2**63 - 1 bytes: give less")
+    return nbytes
+
+
+def _parse_size_text(text: str, place: str) -> int:
+    stripped = text.strip()
+    match = _SIZE.fullmatch(stripped) if len(stripped) <= _SIZE_TEXT_LENGTH else None
+    unit = _UNITS.get(match["unit"].lower()) if match else None
+    if match is None or unit is None:
+        raise _no_size(text, place)
+    nbytes = Fraction(match["sign"] + match["number"]) * unit
+    if unit == 1 and nbytes.denominator != 1:
+        raise UsageError(
+            f"[{place}] {_SHOWN.repr(text)} is no whole number of bytes: "
+            "add a unit (KiB, MiB, GiB, …) or drop the fraction"
+        )
+    return math.floor(nbytes)
+
+
+def _whole(value: object, place: str) -> int:
+    if isinstance(value, float) and value.is_integer():  # false for nan and inf
+        return int(value)
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise _no_size(value, place)
+    try:
+        return operator.index(value)
+    except TypeError:  # arrays have __index__ and may refuse
+        raise _no_size(value, place) from None
+
+
+def _no_size(value: object, place: str) -> UsageError:
+    return UsageError(
+        f"[{place}] {_SHOWN.repr(value)} is no size: "
+        'give bytes as a whole number or text such as "8GiB", "1.5 GB" or "64k"'
+    )
+
+
+def format_bytes(nbytes: int) -> str:
+    """``nbytes`` for people: ``"512 B"``, ``"1.5 KiB"``, ``"2.0 GiB"``; units of 1024, one decimal."""
+    if abs(nbytes) < 1024:
+        return f"{nbytes} B"
+    amount = float(nbytes)
+    for unit in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        amount /= 1024
+        if abs(round(amount, 1)) < 1024:
+            return f"{amount:.1f} {unit}"
+    return f"{amount / 1024:.1f} EiB"
+
+
+def environment_name(field: str) -> str | None:
+    """The environment variable that sets ``field``; None for ``policy``, which has none."""
+    return None if field == "policy" else f"EBBTIDE_{field.upper()}"
+
+
+Size = int | str
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """What the user asked for. None means the default, which may depend on the machine (see ``resolve``).
+
+    Made by ``OffloadConfig(...)``, from arguments alone, or by ``OffloadConfig.from_options``, from
+    arguments and the environment. Either way every value is checked; sizes are then ints and
+    directories absolute paths. Immutable.
+
+    Raises:
+        UsageError: naming the field or the environment variable, the value, and what is allowed.
+    """
+
+    to: str | os.PathLike[str] | None = None
+    """``"host"`` (``"cpu"``), ``"disk"`` (``"nvme"``), or a directory on a disk.
+
+    Default: host on accelerators, disk for CPU tensors."""
+    device: str | None = None
+    """Whose tensors are offloaded, such as ``"cuda"``. Default: the accelerator, else ``"cpu"``."""
+    min_bytes: Size | None = None
+    """Smaller storages stay. Default: 256 KiB, to disk 64 KiB."""
+    keep_last_bytes: Size | None = None
+    """The last so many bytes of forward are never copied. Default: 128 MiB, CPU tensors 32 MiB."""
+    keep_last_groups: int | None = None
+    """Not available in this release."""
+    prefetch_bytes: Size | None = None
+    """Bound on bytes loading, or loaded and not yet asked for.
+
+    Default: 256 MiB, CPU tensors 64 MiB."""
+    prefetch_groups: int | None = None
+    """Not available in this release."""
+    in_flight_bytes: Size | None = None
+    """Bound on bytes of storages held only because their copy is running.
+
+    Default: 1 GiB or a tenth of the device's memory, whichever is less; CPU tensors 64 MiB."""
+    max_host_bytes: Size | None = None
+    """Hard cap on host memory of this process.
+
+    Default: half of what is free, shared by the local ranks."""
+    group_swap: bool = False
+    """Not available in this release."""
+    policy: Callable[[Any], object] | None = None
+    """``policy(tensor)`` answers a ``CheckpointPolicy``: MUST_SWAP or MUST_SAVE."""
+    only: str = "saved"
+    """``"saved"``: all that autograd saves; ``"layer_inputs"``: only inputs of checkpointed regions."""
+    on_inplace: str = "error"
+    """A saved tensor was changed in place: ``"error"`` raises, ``"saved"`` uses a completed copy."""
+    allow_tmpfs: bool = False
+    """Accept a disk directory that is really in memory."""
+    max_device_memory: Size | None = None
+    """Not available in this release."""
+    max_slowdown: float | str | None = None
+    """Not available in this release."""
+    max_disk_bytes: Size | None = None
+    """Cap on the disk tier of this process. Default: none."""
+    tune_malloc: bool = True
+    """Fix glibc's mmap threshold when offloading CPU tensors: freed memory then leaves the process."""
+
+    def __post_init__(self) -> None:
+        given = {item.name: getattr(self, item.name) for item in fields(self)}
+        for name, value in _checked(given, {}).items():
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def from_options(cls, **options: object) -> OffloadConfig:
+        """A configuration from keyword arguments; what is None or absent comes from the environment.
+
+        The environment variable of a field is ``EBBTIDE_`` and its name in capitals; an empty one
+        is not set. Booleans are written 1, 0, true, false, yes, no, on, off.
+
+        Raises:
+            UsageError: an unknown option (with the closest names), a wrong value, options that
+                exclude each other, or one that this release does not have.
+        """
+        names = [item.name for item in fields(cls)]
+        for option in options:
+            if option not in names:
+                raise _unknown_option(option, names)
+        given: dict[str, Any] = {}
+        places: dict[str, str] = {}
+        for name in names:
+            given[name] = options.get(name)
+            variable = environment_name(name)
+            if given[name] is None and variable and (text := os.environ.get(variable, "").strip()):
+                given[name], places[name] = text, variable
+        return cls(**_checked(given, places))
+
+    def resolve(self, device_type: str, accelerator: bool, total_device_bytes: int = 0) -> Resolved:
+        """What is used on this machine, with every default filled in.
+
+        Reads the state of the machine: free memory, control groups, mounts. Writes nothing.
+
+        Args:
+            device_type: whose tensors are offloaded, as the framework names it.
+            accelerator: whether that device has memory of its own, apart from the host's.
+            total_device_bytes: that memory in bytes; 0 where it is not known.
+
+        Raises:
+            UsageError: the disk directory cannot be used, or no default one was found.
+        """
+        to = self.to if self.to is not None else "host" if accelerator else "disk"
+        directory: Path | None = None
+        if to == "disk":
+            directory = default_disk_directory(self.allow_tmpfs)
+        elif to != "host":
+            directory = _usable_directory(Path(to), self.allow_tmpfs)
+
+        in_flight_bytes = CPU_IN_FLIGHT_BYTES
+        if accelerator:
+            in_flight_bytes = ACCELERATOR_IN_FLIGHT_BYTES
+            if total_device_bytes > 0:
+                share = total_device_bytes // ACCELERATOR_IN_FLIGHT_DIVISOR
+                in_flight_bytes = min(in_flight_bytes, share)
+
+        def nbytes(field: str, default: int) -> int:
+            value = getattr(self, field)
+            return default if value is None else int(value)
+
+        return Resolved(
+            device_type=device_type,
+            tier="host" if directory is None else "disk",
+            directory=directory,
+            min_bytes=nbytes("min_bytes", MIN_BYTES_HOST if directory is None else MIN_BYTES_DISK),
+            keep_last_bytes=nbytes(
+                "keep_last_bytes",
+                ACCELERATOR_KEEP_LAST_BYTES if accelerator else CPU_KEEP_LAST_BYTES,
+            ),
+            prefetch_bytes=nbytes(
+                "prefetch_bytes", ACCELERATOR_PREFETCH_BYTES if accelerator else CPU_PREFETCH_BYTES
+            ),
+            in_flight_bytes=nbytes("in_flight_bytes", in_flight_bytes),
+            max_host_bytes=default_max_host_bytes()
+            if self.max_host_bytes is None
+            else nbytes("max_host_bytes", 0),
+            max_disk_bytes=None if self.max_disk_bytes is None else nbytes("max_disk_bytes", 0),
+            allow_tmpfs=self.allow_tmpfs,
+            on_inplace=self.on_inplace,
+            only=self.only,
+            tune_malloc=self.tune_malloc,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """What is used: an ``OffloadConfig`` on a machine. Sizes are bytes."""
+
+    device_type: str
+    tier: str
+    """``"host"`` or ``"disk"``."""
+    directory: Path | None
+    """Where the disk tier is; None with tier ``"host"``."""
+    min_bytes: int
+    keep_last_bytes: int
+    prefetch_bytes: int
+    in_flight_bytes: int
+    max_host_bytes: int
+    max_disk_bytes: int | None
+    """None: no cap."""
+    allow_tmpfs: bool
+    on_inplace: str
+    only: str
+    tune_malloc: bool
+
+
+# --- checks of single values: (value as given, place) -> value as kept
+
+
+def _parse_to(value: object, place: str) -> str | Path:
+    if isinstance(value, str):
+        word = value.strip().lower()
+        if word in ("host", "cpu"):
+            return "host"
+        if word in ("disk", "nvme"):
+            return "disk"
+    path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if isinstance(path, str) and path.strip():
+        expanded = os.path.expanduser(path)
+        is_path = os.sep in expanded or (os.altsep is not None and os.altsep in expanded)
+        if is_path or os.path.isdir(expanded):
+            return Path(os.path.abspath(expanded))
+    raise UsageError(
+        f'[{place}] {_SHOWN.repr(value)} is no tier: give "host" (or "cpu"), "disk" (or "nvme"), '
+        'or a directory on a disk: an existing one, or a path with a separator such as "./spill"'
+    )
+
+
+def _parse_device(value: object, place: str) -> str:
+    # Frameworks' own device objects print as their names do.
+    named = isinstance(value, str) or isinstance(getattr(value, "type", None), str)
+    text = str(value).strip() if named else ""
+    if not re.fullmatch(r"[A-Za-z_]\w*(:\d+)?", text, re.ASCII):
+        raise UsageError(
+            f"[{place}] {_SHOWN.repr(value)} is no device: "
+            'give a name such as "cuda", "npu:1" or "cpu"'
+        )
+    return text
+
+
+def _parse_count(value: object, place: str) -> int:
+    number: object = value
+    if isinstance(value, str) and value.strip().isdecimal():
+        number = int(value)
+    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        raise UsageError(f"[{place}] {_SHOWN.repr(value)} is no count: give a whole number from 0")
+    return number
+
+
+def _parse_ratio(value: object, place: str) -> float:
+    number = math.nan
+    if isinstance(value, (int, float, str)) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except (ValueError, OverflowError):
+            pass
+    if not math.isfinite(number) or number < 0:
+        raise UsageError(f"[{place}] {_SHOWN.repr(value)} is no ratio: give a number such as 1.1")
+    return number
+
+
+def _parse_bool(value: object, place: str) -> bool:
+    if isinstance(value, bool):
+        return value
+    word = value.strip().lower() if isinstance(value, str) else ""
+    if word in ("1", "true", "yes", "on"):
+        return True
+    if word in ("0", "false", "no", "off"):
+        return False
+    raise UsageError(f"[{place}] {_SHOWN.repr(value)} is no boolean: give True or False")
+
+
+def _parse_choice(*choices: str) -> Callable[[object, str], str]:
+    def parse(value: object, place: str) -> str:
+        word = value.strip().lower() if isinstance(value, str) else None
+        if word not in choices:
+            allowed = " or ".join(f'"{choice}"' for choice in choices)
+            raise UsageError(f"[{place}] {_SHOWN.repr(value)} is not known: give {allowed}")
+        return word
+
+    return parse
+
+
+def _parse_policy(value: object, place: str) -> Callable[[Any], object]:
+    if not callable(value):
+        raise UsageError(
+            f"[{place}] {_SHOWN.repr(value)} cannot be called: "
+            "give a function that takes a tensor and returns a CheckpointPolicy"
+        )
+    return value
+
+
+_CHECKS: Mapping[str, Callable[[object, str], object]] = {
+    "to": _parse_to,
+    "device": _parse_device,
+    "min_bytes": parse_bytes,
+    "keep_last_bytes": parse_bytes,
+    "keep_last_groups": _parse_count,
+    "prefetch_bytes": parse_bytes,
+    "prefetch_groups": _parse_count,
+    "in_flight_bytes": parse_bytes,
+    "max_host_bytes": parse_bytes,
+    "group_swap": _parse_bool,
+    "policy": _parse_policy,
+    "only": _parse_choice("saved", "layer_inputs"),
+    "on_inplace": _parse_choice("error", "saved"),
+    "allow_tmpfs": _parse_bool,
+    "max_device_memory": parse_bytes,
+    "max_slowdown": _parse_ratio,
+    "max_disk_bytes": parse_bytes,
+    "tune_malloc": _parse_bool,
+}
+
+# Two ways to say one thing.
+_EXCLUSIVE = (("keep_last_bytes", "keep_last_groups"), ("prefetch_bytes", "prefetch_groups"))
+
+_NOT_AVAILABLE = (
+    "keep_last_groups",
+    "prefetch_groups",
+    "group_swap",
+    "max_device_memory",
+    "max_slowdown",
+)
+
+
+def _checked(given: Mapping[str, object], places: Mapping[str, str]) -> dict[str, Any]:
+    """``given`` as it is kept. ``places`` names where values come from that are no arguments."""
+    defaults = {item.name: item.default for item in fields(OffloadConfig)}
+    places = {name: places.get(name, f"OffloadConfig.{name}") for name in defaults}
+    values: dict[str, Any] = {}
+    for name, default in defaults.items():
+        value = given[name]
+        values[name] = default if value is None else _CHECKS[name](value, places[name])
+    for first, second in _EXCLUSIVE:
+        if values[first] is not None and values[second] is not None:
+            raise UsageError(
+                f"[{places[first]}] {values[first]} given, and {places[second]} {values[second]} "
+                f"too: they exclude each other, give {first} or {second}"
+            )
+    for name in _NOT_AVAILABLE:
+        if values[name] != defaults[name]:
+            raise UsageError(
+                f"[{places[name]}] {values[name]} given, but {name} is not available in this "
+                f"release: leave it at {defaults[name]}"
+            )
+    return values
+
+
+def _unknown_option(option: str, names: Iterable[str]) -> UsageError:
+    names = list(names)
+    close = difflib.get_close_matches(option, names, n=3)
+    hint = f"did you mean {' or '.join(close)}?" if close else f"options are {', '.join(names)}"
+    return UsageError(f"[OffloadConfig.from_options] unknown option {_SHOWN.repr(option)}: {hint}")
+
+
+# --- directories of the disk tier
+
+_IN_MEMORY = frozenset({"tmpfs", "ramfs"})
+_MOUNTS = Path("/proc/self/mounts")
+
+
+def default_disk_directory(
+    allow_tmpfs: bool = False, mounts: Iterable[tuple[str, str]] | None = None
+) -> Path:
+    """A writable directory on a disk: the temporary one, ``/var/tmp`` or the current one.
+
+    The first that fits. With ``allow_tmpfs``, one in memory is taken where none is on a disk.
+    ``mounts`` are (mount point, file system) pairs in the order of mounting; read from the system
+    by default.
+
+    Raises:
+        UsageError: there is none.
+    """
+    mounts = _read_mounts() if mounts is None else list(mounts)
+    refused: list[str] = []
+    in_memory: list[Path] = []
+    for candidate in _candidates():
+        reason = _unusable(candidate)
+        if reason is None:
+            kind = _file_system(candidate, mounts)
+            if kind not in _IN_MEMORY:
+                return candidate
+            in_memory.append(candidate)
+            reason = f"is in memory ({kind})"
+        refused.append(f"{candidate} {reason}")
+    if allow_tmpfs and in_memory:
+        return in_memory[0]
+    raise UsageError(
+        f"[OffloadConfig.to] no directory for the disk tier ({', '.join(refused) or 'none exists'})"
+        ": give to=<a directory on a disk>, or set allow_tmpfs"
+    )
+
+
+def _candidates() -> list[Path]:
+    found: list[Path] = []
+    sources: tuple[Callable[[], str], ...] = (tempfile.gettempdir, lambda: "/var/tmp", os.getcwd)
+    for source in sources:
+        try:
+            path = Path(source())
+        except OSError:  # no temporary directory at all, or the current one was removed
+            continue
+        if path not in found:
+            found.append(path)
+    return found
+
+
+def _usable_directory(directory: Path, allow_tmpfs: bool) -> Path:
+    reason = _unusable(directory)
+    if reason is not None:
+        raise UsageError(
+            f"[OffloadConfig.to] {directory} {reason}: "
+            "create it or give a directory you can write to"
+        )
+    if not allow_tmpfs and (kind := _file_system(directory, _read_mounts())) in _IN_MEMORY:
+        raise UsageError(
+            f"[OffloadConfig.to] {directory} is in memory ({kind}), not on a disk: "
+            "give a directory on a disk or set allow_tmpfs"
+        )
+    return directory
+
+
+def _unusable(directory: Path) -> str | None:
+    """Why no file can be made in ``directory``; None when one can."""
+    if not os.path.lexists(directory):
+        return "does not exist"
+    if not os.path.isdir(directory):
+        return "is not a directory"
+    if not os.access(directory, os.W_OK | os.X_OK):
+        return "is not writable"
+    return None
+
+
+def _file_system(directory: Path, mounts: Iterable[tuple[str, str]]) -> str:
+    """The type of the file system that holds ``directory``; empty where it is not known."""
+    real = os.path.realpath(directory)
+    best, kind = "", ""
+    for point, file_system in mounts:
+        # Of two mounts at one point the later covers the earlier.
+        if len(point) >= len(best) and (real + "/").startswith(point.rstrip("/") + "/"):
+            best, kind = point, file_system
+    return kind
+
+
+def _read_mounts() -> list[tuple[str, str]]:
+    try:
+        text = _MOUNTS.read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError:  # not Linux
+        return [(part.mountpoint, part.fstype) for part in psutil.disk_partitions(all=True)]
+    rows = (line.split(" ") for line in text.splitlines())
+    return [(_unescape(row[1]), row[2]) for row in rows if len(row) > 2]
+
+
+def _unescape(point: str) -> str:
+    """Undoes the octal escapes of blank, tab, newline and backslash."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), point)

@@ -1,0 +1,57 @@
+"""What a user's policy may answer for one saved tensor."""
+
+from __future__ import annotations
+
+import enum
+import reprlib
+
+from ebbtide.errors import UsageError
+
+__all__ = ["CheckpointPolicy", "wants_offload"]
+
+
+class CheckpointPolicy(enum.Enum):
+    """What becomes of a tensor or of an operation's result until backward.
+
+    A policy for **tensors** (``OffloadConfig.policy``) answers a SAVE or a SWAP member. The
+    RECOMPUTE members are for policies for **operations**, which activation checkpointing takes.
+    """
+
+    MUST_SAVE = "must_save"
+    """Stays on the device."""
+    PREFER_SAVE = "prefer_save"
+    """Stays on the device, unless an enclosing policy decides otherwise."""
+    MUST_RECOMPUTE = "must_recompute"
+    """Is dropped and computed again in backward."""
+    PREFER_RECOMPUTE = "prefer_recompute"
+    """Is dropped and computed again, unless an enclosing policy decides otherwise."""
+    MUST_SWAP = "must_swap"
+    """Is offloaded and brought back for backward."""
+
+
+# By name: torch's own enum is understood without importing torch.
+_OFFLOADED = frozenset({"MUST_SWAP", "MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD"})
+_KEPT = frozenset({"MUST_SAVE", "PREFER_SAVE"})
+
+_SHOWN = reprlib.Repr()
+_SHOWN.maxstring = _SHOWN.maxother = 80
+
+
+def wants_offload(answer: object) -> bool:
+    """Whether ``answer``, returned by a user's ``policy(tensor)``, asks for offload.
+
+    Members of any enum count by their name, so torch's ``CheckpointPolicy`` may be answered too.
+
+    Raises:
+        UsageError: ``answer`` is anything but a SAVE, SWAP or CPU_OFFLOAD member.
+    """
+    name = answer.name if isinstance(answer, enum.Enum) else None
+    if name in _OFFLOADED:
+        return True
+    if name in _KEPT:
+        return False
+    shown = f"{type(answer).__name__}.{name}" if name is not None else _SHOWN.repr(answer)
+    raise UsageError(
+        f"[OffloadConfig.policy] the policy answered {shown} for a tensor: return "
+        "CheckpointPolicy.MUST_SWAP to offload it, or MUST_SAVE or PREFER_SAVE to keep it"
+    )

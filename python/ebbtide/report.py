@@ -1,0 +1,232 @@
+"""What was saved, moved and held: the numbers, their flat form for loggers, and a table."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from rich.box import Box
+from rich.console import Console
+from rich.table import Table
+
+from ebbtide.config import format_bytes
+
+__all__ = ["KEEP_REASONS", "Stats", "metrics", "render_report"]
+
+# Why a tensor stayed on the device, and what the report says about it.
+KEEP_REASONS: Mapping[str, str] = {
+    "parameter": "a parameter, a buffer or a view of one",
+    "parameter_cast": "autocast's cast of a parameter",
+    "small": "storage below min_bytes",
+    "policy": "the policy asked for it",
+    "last": "storages: the last keep_last_bytes of forward",
+    "unsupported": "of a kind that is not offloaded",
+    "device": "on another device",
+    "budget": "not needed to stay within the memory budget",
+    "host_full": "storages: tier full, raise its max_..._bytes",
+    "capture": "saved while a device graph was captured",
+}
+
+_WIDTH = 100
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Totals since the offload object was made or reset, and where marked "now" what is held.
+
+    ``_bytes`` are bytes, ``_s`` are seconds, the rest are counts.
+    """
+
+    saved_tensors: int = 0
+    """Tensors that autograd saved, duplicates and kept ones counted."""
+    saved_bytes: int = 0
+    """Their bytes: elements times itemsize, duplicates and kept ones counted."""
+    exact_duplicates: int = 0
+    """Saves that met an equal view of the same storage: one look-up, no new bytes."""
+    storages: int = 0
+    """Storages that were candidates for offload."""
+    unique_bytes: int = 0
+    """Union of the extents of their views: what had to move."""
+    kept: Mapping[str, int] = field(default_factory=dict, hash=False)
+    """Reason (see ``KEEP_REASONS``) to count of what stayed on the device."""
+    d2h_copies: int = 0
+    d2h_bytes: int = 0
+    """Bytes that left the device, for any tier."""
+    h2d_copies: int = 0
+    h2d_bytes: int = 0
+    spilled_bytes: int = 0
+    """Bytes written to the disk tier."""
+    freed_bytes: int = 0
+    """Bytes of copied storages that nobody else held."""
+    unfreed_bytes: int = 0
+    """Bytes of storages that were copied, yet are held by somebody else."""
+    parked: int = 0
+    """Now: storages held by others and therefore not copied."""
+    live_hits: int = 0
+    """Restores that used the original storage: nothing was loaded."""
+    prefetch_hits: int = 0
+    prefetch_misses: int = 0
+    exposed_wait_s: float = 0.0
+    """Time that backward waited for copies."""
+    entries: int = 0
+    """Now: storages under care."""
+    device_bytes: int = 0
+    """Now: device bytes held by the engine."""
+    host_bytes: int = 0
+    """Now: host bytes in use, of ``host_reserved_bytes``."""
+    host_reserved_bytes: int = 0
+    """Now: host bytes allocated."""
+    disk_bytes: int = 0
+    """Now: bytes in use on disk."""
+    peak_host_bytes: int = 0
+    peak_disk_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        # A copy of its own, and a plain dict: it can be pickled and goes through dataclasses.asdict.
+        object.__setattr__(self, "kept", dict(self.kept))
+
+
+def metrics(stats: Stats) -> dict[str, float]:
+    """``stats`` flat, for loggers: ``"ebbtide/d2h_bytes"``, ``"ebbtide/kept/parameter"``, …
+
+    The same names every time: reasons that did not occur are 0.
+    """
+    flat: dict[str, float] = {}
+    for item in fields(stats):
+        if item.name == "kept":
+            for reason in {**dict.fromkeys(KEEP_REASONS), **dict.fromkeys(stats.kept)}:
+                flat[f"ebbtide/kept/{reason}"] = float(stats.kept.get(reason, 0))
+        else:
+            flat[f"ebbtide/{item.name}"] = float(getattr(stats, item.name))
+    return flat
+
+
+# Only a line under the head and between sections, in ASCII: prints wherever a log goes.
+_BOX = Box(
+    "    \n    \n -- \n    \n -- \n -- \n    \n    \n",
+    ascii=True,
+)
+
+
+def render_report(stats: Stats, title: str) -> str:
+    """``stats`` as a table of at most 100 columns: plain text, no escape sequences."""
+    table = Table(title=title, title_justify="left", box=_BOX, pad_edge=False)
+    table.add_column("storages on their way", no_wrap=True)
+    table.add_column("count", justify="right", no_wrap=True)
+    table.add_column("bytes or time", justify="right", no_wrap=True)
+    table.add_column("meaning")
+    for section in (_forward_rows, _kept_rows, _transfer_rows, _restore_rows, _held_rows):
+        for row in section(stats):
+            table.add_row(*row)
+        table.add_section()
+    out = io.StringIO()
+    console = Console(
+        file=out,
+        width=_WIDTH,
+        force_terminal=False,
+        color_system=None,
+        markup=False,
+        emoji=False,
+        highlight=False,
+    )
+    console.print(table)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).strip("\n") + "\n"
+
+
+_Row = tuple[str, str, str, str]
+
+
+def _row(label: str, count: int | None, nbytes: int | None, meaning: str) -> _Row:
+    return (
+        label,
+        "" if count is None else f"{count:,}",
+        "" if nbytes is None else format_bytes(nbytes),
+        meaning,
+    )
+
+
+def _share(part: float, whole: float, of_what: str) -> str:
+    return f"{100 * part / whole:.0f} % of {of_what}" if whole else ""
+
+
+def _forward_rows(stats: Stats) -> list[_Row]:
+    nothing = "nothing yet: run forward inside the context"
+    share = _share(stats.unique_bytes, stats.saved_bytes, "what autograd saved")
+    return [
+        _row(
+            "saved by autograd",
+            stats.saved_tensors,
+            stats.saved_bytes,
+            "tensors; duplicates and kept ones counted" if stats.saved_tensors else nothing,
+        ),
+        _row("exact duplicates", stats.exact_duplicates, None, "one look-up each, no new bytes"),
+        _row(
+            "left to move",
+            stats.storages,
+            stats.unique_bytes,
+            f"storages, each byte once{share and f'; {share}'}",
+        ),
+    ]
+
+
+def _kept_rows(stats: Stats) -> list[_Row]:
+    rows = [
+        _row(f"kept: {reason}", count, None, KEEP_REASONS.get(reason, ""))
+        for reason, count in sorted(stats.kept.items(), key=lambda item: (-item[1], item[0]))
+        if count
+    ]
+    return rows or [_row("kept", 0, None, "nothing was kept on the device")]
+
+
+def _transfer_rows(stats: Stats) -> list[_Row]:
+    moved = _share(stats.d2h_bytes, stats.unique_bytes, "what was left to move")
+    rows = [
+        _row(
+            "moved out (D2H)", stats.d2h_copies, stats.d2h_bytes, f"copies{moved and f'; {moved}'}"
+        ),
+        _row("  spilled", None, stats.spilled_bytes, "of these to disk"),
+        _row("freed", None, stats.freed_bytes, "storages that nobody else held"),
+    ]
+    if stats.unfreed_bytes:
+        rows.append(
+            _row("copied, not freed", None, stats.unfreed_bytes, "somebody else holds the storage")
+        )
+    rows.append(
+        _row("parked", stats.parked, None, "storages others hold: a copy would free nothing")
+    )
+    return rows
+
+
+def _restore_rows(stats: Stats) -> list[_Row]:
+    guesses = stats.prefetch_hits + stats.prefetch_misses
+    in_time = _share(stats.prefetch_hits, guesses, "loads began before they were needed")
+    return [
+        _row("moved in (H2D)", stats.h2d_copies, stats.h2d_bytes, "copies"),
+        _row("live hits", stats.live_hits, None, "original still there: nothing loaded"),
+        _row("prefetch hits", stats.prefetch_hits, None, in_time),
+        _row("prefetch misses", stats.prefetch_misses, None, "loaded when needed: a wait"),
+        ("exposed wait", "", _format_seconds(stats.exposed_wait_s), "backward waited for copies"),
+    ]
+
+
+def _held_rows(stats: Stats) -> list[_Row]:
+    host = (
+        f"{format_bytes(stats.host_reserved_bytes)} reserved; "
+        f"peak {format_bytes(stats.peak_host_bytes)}"
+    )
+    return [
+        _row("held now: entries", stats.entries, None, "storages under care"),
+        _row("held now: device", None, stats.device_bytes, "held by Ebbtide itself"),
+        _row("held now: host", None, stats.host_bytes, host),
+        _row(
+            "held now: disk",
+            None,
+            stats.disk_bytes,
+            f"peak {format_bytes(stats.peak_disk_bytes)}",
+        ),
+    ]
+
+
+def _format_seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"

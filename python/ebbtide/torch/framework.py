@@ -1,0 +1,231 @@
+"""PyTorch as a framework of the session: storages, views, in-place counters and hooks of ``torch``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+from torch.autograd.graph import saved_tensors_hooks
+
+from ebbtide._core import KeepReason
+from ebbtide.framework import StorageRef, ViewMeta, Weights
+from ebbtide.torch.weights import ModelWeights, is_weight, is_weight_cast
+
+_ALIGNMENT_BYTES = 512
+_MAX_VIEW_KINDS = 4  # conj and neg bits
+
+_is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_use_count = getattr(torch._C, "_storage_Use_Count", None)
+_graph_task_id = getattr(torch._C, "_current_graph_task_id", None)
+
+_CHECKPOINT_FILE = sys.modules["torch.utils.checkpoint"].__file__ if "torch.utils.checkpoint" in sys.modules else ""
+
+
+class WeakStorage:
+    """Keeps a storage's identity from being issued again, without keeping its memory."""
+
+    __slots__ = ("_free", "pointer")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.pointer = storage._weak_ref()
+        self._free = torch.UntypedStorage._free_weak_ref
+
+    def __del__(self) -> None:
+        self._free(self.pointer)
+
+
+def _references_of_one_holder() -> int:
+    storage = torch.UntypedStorage(0)
+    return sys.getrefcount(storage)
+
+
+class TorchFramework:
+    """See :class:`ebbtide.framework.Framework`. One device type per object; thread safe."""
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
+        self._is_cpu = device_type == "cpu"
+        self._dtype_kinds: dict[torch.dtype, int] = {}
+        self._empty: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+    # --- what a tensor is
+
+    def keep_reason(self, tensor: torch.Tensor, weights: Weights) -> KeepReason | None:
+        if type(tensor) is not torch.Tensor:
+            return KeepReason.PARAMETER if is_weight(tensor) else KeepReason.UNSUPPORTED
+        base = tensor._base
+        if base is not None and is_weight(base):
+            return KeepReason.PARAMETER
+        if _is_functorch_wrapped(tensor) or tensor.layout is not torch.strided or tensor.is_quantized:
+            return KeepReason.UNSUPPORTED
+        if tensor.device.type != self.device_type:
+            return KeepReason.DEVICE
+        if weights.holds(tensor.untyped_storage()):
+            return KeepReason.PARAMETER
+        if torch.is_autocast_enabled(self.device_type) and is_weight_cast(base if base is not None else tensor):
+            return KeepReason.PARAMETER_CAST
+        if tensor.numel() == 0:
+            return KeepReason.SMALL
+        return None
+
+    def nbytes(self, tensor: torch.Tensor) -> int:
+        try:
+            return tensor.numel() * tensor.element_size()
+        except RuntimeError:
+            return 0
+
+    def view_meta(self, tensor: torch.Tensor) -> ViewMeta:
+        dtype = tensor.dtype
+        kind = self._dtype_kinds.get(dtype)
+        if kind is None:
+            kind = self._dtype_kinds.setdefault(dtype, len(self._dtype_kinds) * _MAX_VIEW_KINDS)
+        kind += tensor.is_conj() + 2 * tensor.is_neg()
+        return ViewMeta(
+            tensor.storage_offset(), tensor.element_size(), kind, tensor.size(), tensor.stride(), dtype
+        )
+
+    def is_region_input(self) -> bool:
+        frame = sys._getframe(2)
+        for _ in range(3):
+            if frame is None:
+                return False
+            if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+                return True
+            frame = frame.f_back
+        return False
+
+    # --- storages
+
+    def storage(self, tensor: torch.Tensor) -> torch.UntypedStorage:
+        return tensor.untyped_storage()
+
+    def storage_ref(self, storage: torch.UntypedStorage) -> StorageRef:
+        device = 0 if self._is_cpu else storage.device.index
+        return StorageRef(device, storage._cdata, storage.data_ptr(), storage.nbytes())
+
+    def weak(self, storage: torch.UntypedStorage) -> WeakStorage:
+        return WeakStorage(storage)
+
+    def lock(self, weak: WeakStorage) -> torch.UntypedStorage | None:
+        return torch.UntypedStorage._new_with_weak_ptr(weak.pointer)
+
+    def holders(self, storage: torch.UntypedStorage) -> int:
+        if _use_count is None:
+            return 0
+        # Tensors hold the storage itself; users may also hold the same Python object as the session.
+        return _use_count(storage._cdata) - 1 + max(0, sys.getrefcount(storage) - _SESSION_REFERENCES)
+
+    def allocate(self, nbytes: int, residue: int, device: int) -> torch.UntypedStorage:
+        where = torch.device(self.device_type) if self._is_cpu else torch.device(self.device_type, device)
+        try:
+            storage = torch.UntypedStorage(nbytes, device=where)
+            shift = (residue - storage.data_ptr()) % _ALIGNMENT_BYTES
+            if shift == 0:
+                return storage
+            storage = torch.UntypedStorage(nbytes + _ALIGNMENT_BYTES, device=where)
+            shift = (residue - storage.data_ptr()) % _ALIGNMENT_BYTES
+            return storage[shift : shift + nbytes]
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(str(error)) from error
+        except RuntimeError as error:
+            # The CPU allocator has no type of its own for this.
+            if "alloc" not in str(error):
+                raise
+            raise MemoryError(str(error)) from error
+
+    def current_stream(self, device: int) -> int:
+        return 0
+
+    # --- in-place counters
+
+    def version(self, tensor: torch.Tensor) -> int:
+        return tensor._version
+
+    def witness(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._emptied(tensor, self._empty_like(tensor))
+
+    def _emptied(self, tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+        """``data`` on the in-place counter of ``tensor``."""
+        alias = tensor.detach()
+        alias.data = data
+        return alias
+
+    def _empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        key = (tensor.dtype, tensor.device)
+        empty = self._empty.get(key)
+        if empty is None:
+            empty = self._empty.setdefault(key, torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+        return _with_bits(empty, tensor.is_conj(), tensor.is_neg())
+
+    def counter_owner(self, tensor: torch.Tensor) -> torch.Tensor:
+        base = tensor._base
+        return tensor if base is None else base
+
+    def keep(self, tensor: torch.Tensor, reason: KeepReason) -> torch.Tensor:
+        if tensor.requires_grad and tensor.is_leaf:
+            # No graph hangs at a leaf, and whoever swaps a parameter's data wants backward to see the new data.
+            return tensor
+        if reason == KeepReason.SMALL and tensor.numel() == 0:
+            # A view without elements must not pin the storage it came from.
+            empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            return self._emptied(tensor, _with_bits(empty, tensor.is_conj(), tensor.is_neg()))
+        # The tensor itself would keep its own node alive for ever where it is the node's output.
+        return tensor.detach()
+
+    def modified_text(self, tensor: torch.Tensor, expected: int, found: int) -> str:
+        return (
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{tensor.type()}] is at version {found}; expected version {expected} instead"
+        )
+
+    # --- backward
+
+    def make_view(self, storage: torch.UntypedStorage, view: ViewMeta, witness: torch.Tensor) -> torch.Tensor:
+        data = torch.empty(0, dtype=view.dtype, device=storage.device)
+        data.set_(storage, view.storage_offset, view.sizes, view.strides)
+        bits = view.kind % _MAX_VIEW_KINDS
+        return self._emptied(witness, _with_bits(data, bool(bits & 1), bool(bits & 2)))
+
+    def current_pass(self) -> int:
+        return 0 if _graph_task_id is None else _graph_task_id() + 1
+
+    def end_of_pass(self, callback: Callable[[], None]) -> None:
+        Variable._execution_engine.queue_callback(callback)
+
+    def saved_tensor_hooks(
+        self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
+    ) -> AbstractContextManager[Any]:
+        return saved_tensors_hooks(pack, unpack)
+
+    def weights(self, model: Any) -> Weights:
+        return ModelWeights(model)
+
+
+def _with_bits(tensor: torch.Tensor, conj: bool, neg: bool) -> torch.Tensor:
+    if conj:
+        tensor = torch._conj(tensor)
+    if neg:
+        tensor = torch._neg_view(tensor)
+    return tensor
+
+
+class _Holder:
+    lease: torch.UntypedStorage | None = None
+
+
+def _session_references() -> int:
+    """References that the session's way of asking shows for a storage nobody else holds."""
+    holder = _Holder()
+    holder.lease = torch.UntypedStorage(8)
+    return _count(holder.lease)
+
+
+def _count(storage: torch.UntypedStorage) -> int:
+    return sys.getrefcount(storage)
+
+
+_SESSION_REFERENCES = _session_references()
