@@ -15,6 +15,7 @@ void bind_spill_file(nanobind::module_& m);
 void bind_engine(nanobind::module_& m);
 void bind_host_executor(nanobind::module_& m);
 void bind_malloc_threshold(nanobind::module_& m);
+void bind_lifetime(nanobind::module_& m);
 
 // The exception as an object of ebbtide.errors (others: RuntimeError); None for a null pointer.
 nanobind::object to_python(const std::exception_ptr& error);

@@ -90,8 +90,8 @@ void bind_engine(nb::module_& m) {
       .def("save", &save, nb::arg("device"), nb::arg("identity"), nb::arg("address"), nb::arg("nbytes"),
            nb::arg("storage_offset"), nb::arg("itemsize"), nb::arg("kind"), nb::arg("sizes"), nb::arg("strides"),
            nb::arg("version"), nb::arg("epoch"), nb::arg("stream"), nb::arg("forced"), nb::arg("spoiled"))
-      .def("drop", [](Engine& engine, std::uint64_t ticket) { return engine.drop(TicketId{ticket}); },
-           nb::arg("ticket"))
+      .def(
+          "drop", [](Engine& engine, std::uint64_t ticket) { return engine.drop(TicketId{ticket}); }, nb::arg("ticket"))
       .def(
           "probed",
           [](Engine& engine, std::uint64_t storage, std::uint64_t holders, bool same, bool intact) {
@@ -124,7 +124,7 @@ void bind_engine(nb::module_& m) {
           },
           nb::arg("ticket"), nb::arg("pass_id"), nb::arg("live"), nb::arg("shared"))
       .def(
-          "wait_loaded", [](Engine& engine, std::uint64_t storage) { engine.wait_loaded(StorageId{storage}); },
+          "wait_allocated", [](Engine& engine, std::uint64_t storage) { engine.wait_allocated(StorageId{storage}); },
           nb::arg("storage"), nb::call_guard<nb::gil_scoped_release>())
       .def(
           "end_pass", [](Engine& engine, std::uint64_t pass_id) { return engine.end_pass(PassId{pass_id}); },

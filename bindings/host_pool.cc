@@ -13,7 +13,9 @@ void bind_host_pool(nb::module_& m) {
   nb::class_<HostPool, BlockSpace>(m, "HostPool")
       .def(
           "__init__",
-          [](HostPool* self, std::uint64_t slab_bytes) { new (self) HostPool(make_pageable_slab_source(), slab_bytes); },
+          [](HostPool* self, std::uint64_t slab_bytes) {
+            new (self) HostPool(make_pageable_slab_source(), slab_bytes);
+          },
           nb::arg("slab_bytes") = HostPool::kDefaultSlabBytes)
       .def("trim", &HostPool::trim)
       .def_prop_ro("slab_allocations", &HostPool::slab_allocations);

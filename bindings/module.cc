@@ -11,4 +11,5 @@ NB_MODULE(_core, m) {
   bind_engine(m);
   bind_host_executor(m);
   bind_malloc_threshold(m);
+  bind_lifetime(m);
 }

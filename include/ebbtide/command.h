@@ -11,13 +11,15 @@
 namespace ebbtide {
 
 enum class CommandKind : std::uint8_t {
-  kProbe,            // who else holds `storage`, is its content as saved: answer with Engine::probed
-  kRecord,           // record `event` on `stream`
-  kCopy,             // start `copy`: run `plan`, after `event` if it is not 0; report with Engine::completed
-  kWait,             // block until `copy` is done and reported
-  kAlloc,            // allocate `nbytes` for `storage`: answer with Engine::allocated or allocation_failed
-  kReleaseLease,     // drop the reference that keeps the saved storage alive
-  kReleaseRestored,  // drop the reference that keeps the restored storage alive
+  kProbe,         // who else holds `storage`, is its content as saved: answer with Engine::probed
+  kRecord,        // record `event` on `stream`, for copies of `storage`; not needed any more after its kForget
+  kCopy,          // start `copy`: run `plan`, after `event` if it is not 0 and `more_events`; report with
+                  // Engine::completed
+  kWait,          // block until `copy` is done and reported
+  kAlloc,         // allocate `nbytes` for `storage`: answer with Engine::allocated or allocation_failed
+  kReleaseLease,  // drop the reference that keeps the saved storage alive; one for each `lease` of a verdict, so that
+                  // a lease granted to another thread meanwhile is not lost
+  kReleaseRestored,  // drop the reference that keeps alive the restored storage that `copy` filled, no later one
   kForget,           // drop everything about `storage`: its id is not used any more
   kTierFull,         // a storage stayed on the device because its tier is full or failed; sent once
 };
@@ -28,6 +30,8 @@ struct Command {
   CopyId copy{};
   bool to_device = false;  // direction of a copy
   EventId event{};
+  // kCopy: where bytes were saved on more than one stream, the events of the others.
+  std::vector<EventId> more_events = {};
   StreamRef stream{};
   std::uint64_t nbytes = 0;   // kAlloc
   std::uint64_t residue = 0;  // kAlloc: address modulo kAlignmentBytes

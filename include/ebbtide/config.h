@@ -1,4 +1,5 @@
-// EngineConfig: the numbers the engine decides by. Checked where users write them, in the Python package's config module.
+// EngineConfig: the numbers the engine decides by. Checked where users write them, in the Python package's config
+// module.
 #pragma once
 
 #include <cstdint>

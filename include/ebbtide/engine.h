@@ -1,7 +1,7 @@
 // Engine: decides what is copied, when, in which order, and what is let go.
 //
 // A state machine without I/O. Every call returns a verdict and commands; the session runs the commands after the call
-// has returned and reports back. All methods are thread safe and short; only wait_loaded blocks. The mutex is never
+// has returned and reports back. All methods are thread safe and short; only wait_* block. The mutex is never
 // held while a command runs, and the engine calls nobody but its BlockSpace.
 #pragma once
 
@@ -12,7 +12,6 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <unordered_map>
 
 #include "ebbtide/block_space.h"
 #include "ebbtide/command.h"
@@ -41,10 +40,10 @@ enum class SaveOutcome : std::uint8_t { kKept, kNew, kJoined, kDuplicate };
 
 struct SaveVerdict {
   SaveOutcome outcome{};
-  KeepReason reason{};    // kKept only
-  TicketId ticket{};      // else
-  StorageId storage{};    // else
-  bool lease = false;     // hold the storage until kReleaseLease
+  KeepReason reason{};  // kKept only
+  TicketId ticket{};    // else
+  StorageId storage{};  // else
+  bool lease = false;   // hold the storage until kReleaseLease
   Commands commands = {};
 };
 
@@ -53,7 +52,7 @@ enum class RestoreOutcome : std::uint8_t { kLive, kShared, kLoad, kPending };
 struct RestoreVerdict {
   RestoreOutcome outcome{};
   StorageId storage{};
-  CopyId load{};              // kPending: the copy to wait for; 0 while its storage is being allocated
+  CopyId load{};              // kShared, kPending: the copy that fills it; 0 while its storage is being allocated
   std::uint64_t nbytes = 0;   // kLoad: what to allocate
   std::uint64_t residue = 0;  // kLoad: its address modulo kAlignmentBytes
   Commands commands;          // prefetches and releases, to be run after the own copy has been started
@@ -91,15 +90,21 @@ class Engine {
   [[nodiscard]] Commands probed(StorageId storage, const ProbeAnswer& answer);
   // `ok`: every byte was copied. `answer` is as of now; it matters for copies from the device.
   [[nodiscard]] Commands completed(CopyId copy, bool ok, const ProbeAnswer& answer);
+  // The answer to kLoad and kAlloc: `restored` takes the place of an earlier one, which the session lets go of, and is
+  // held until kReleaseRestored. Throws Error(kUsage) when it is smaller than asked.
   [[nodiscard]] Commands allocated(StorageId storage, const StorageRef& restored, StreamRef stream);
-  // Lets go of everything that was loaded on a guess. The caller may allocate and call `restore` once more.
+  // Where somebody asked for the storage, lets go of everything that is held for tickets not asked for yet, waiting for
+  // guesses that are loading: the caller may call `restore` and allocate once more. A guess is only cancelled.
   [[nodiscard]] Commands allocation_failed(StorageId storage);
 
   // --- backward
   // `live`: the session holds the saved storage, unchanged. `shared`: it holds the restored one. `pass` 0 means no
   // backward is running: nothing is claimed or kept for others. Throws Error(kDevice) when the bytes are nowhere.
   [[nodiscard]] RestoreVerdict restore(TicketId ticket, PassId pass, bool live, bool shared);
-  // Blocks until `storage` is neither being allocated nor loading. Call without the GIL.
+  // Blocks until `storage` is not being allocated by another thread. Call without the GIL.
+  void wait_allocated(StorageId storage);
+  // Blocks until `storage` is neither being allocated nor loading: somebody else has to report that. Call without the
+  // GIL.
   void wait_loaded(StorageId storage);
   // The pass is over: nothing it loaded is kept for it any more.
   [[nodiscard]] Commands end_pass(PassId pass);
@@ -116,10 +121,11 @@ class Engine {
   // engine_save.cc
   Entry* find_join(const SaveRequest& request, ByteRange range);
   TicketId issue(Entry& entry, std::uint32_t view);
-  void want(Entry& entry, ByteRange range, SaveVerdict& verdict);
+  void want(Entry& entry, ByteRange range, StreamRef stream, SaveVerdict& verdict);
 
   // engine_offload.cc
-  void look(Commands& commands, std::uint32_t probes);
+  void look(Commands& commands, std::size_t parked);
+  void probe(Entry& entry, Commands& commands);
   void start_offload(Entry& entry, Commands& commands);
   void bound_in_flight(Commands& commands);
   void finish_offload(Entry& entry, bool ok, const ProbeAnswer& answer, Commands& commands);
@@ -133,7 +139,7 @@ class Engine {
   void prefetch(const Entry& after, PassId pass, Commands& commands);
   void no_longer_guess(Entry& entry);
   void release_restored(Entry& entry, Commands& commands);
-  void release_guesses(Commands& commands);
+  void release_unclaimed(Commands& commands);
 
   // engine.cc
   void set_lease(Entry& entry, Lease lease);
@@ -149,11 +155,11 @@ class Engine {
   mutable std::mutex mutex_;
   std::condition_variable load_changed_;
   Registry registry_;
-  std::unordered_map<std::int64_t, Window> windows_;  // by device
-  std::deque<StorageId> due_;
+  std::map<DeviceId, Window> windows_;
+  std::deque<StorageId> due_;             // parked, or with bytes saved while a copy ran
   std::map<CopyId, RunningCopy> copies_;  // oldest first
   std::uint64_t in_flight_bytes_ = 0;
-  std::uint64_t guessed_bytes_ = 0;
+  std::map<DeviceId, std::uint64_t> guessed_bytes_;
   std::uint64_t last_copy_ = 0;
   std::uint64_t last_event_ = 0;
   std::uint64_t last_epoch_ = 0;

@@ -12,8 +12,9 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <thread>
-#include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "ebbtide/plan.h"
@@ -27,7 +28,23 @@ struct Completion {
   std::exception_ptr error;  // null when every byte was copied
 };
 
-// Thread safe. Threads start at the first submit.
+// Where a client of the executor finds its completions, in the order of completion. Thread safe.
+class CompletionQueue {
+ public:
+  // Oldest completion not yet taken, each given out once. Never blocks on a copy.
+  [[nodiscard]] std::optional<Completion> pop();
+  // Whether pop has something to give, as seen without a lock.
+  [[nodiscard]] bool ready() const { return ready_.load(std::memory_order_acquire); }
+  void push(Completion completion);
+
+ private:
+  std::mutex mutex_;
+  std::deque<Completion> completions_;
+  std::atomic<bool> ready_{false};
+};
+
+// Serves any number of clients, each with its own CompletionQueue and copy ids of its own. Thread safe. Threads start
+// at the first submit. Not for use, nor for destruction, in a forked child.
 class HostExecutor {
  public:
   struct Options {
@@ -46,16 +63,13 @@ class HostExecutor {
   // Queues the copy. `file` is needed when a place of the plan is in a file; it is kept alive until the copy is done
   // and let go just before the completion can be seen. While the queue is full, blocks the calling thread (which must
   // hold no lock). Throws Error(kUsage) after shutdown, and for a copy that is still queued or running.
-  void submit(CopyId copy, Plan plan, std::shared_ptr<SpillFile> file);
+  void submit(CopyId copy, Plan plan, std::shared_ptr<SpillFile> file, std::shared_ptr<CompletionQueue> queue);
 
-  // Blocks until the copy is done: a copy still queued is run on the calling thread, one that a worker has is waited
-  // for. Returns at once for copies that are done or unknown. Does not take the completion away from `pop_completion`.
-  void wait(CopyId copy);
-
-  // Oldest completion not yet taken, each given out once. Never blocks on a copy.
-  [[nodiscard]] std::optional<Completion> pop_completion();
-  // Whether pop_completion has something to give, as seen without a lock.
-  [[nodiscard]] bool has_completions() const;
+  // Blocks until the client's copy is done: a copy still queued is run on the calling thread, one that a worker has is
+  // waited for. Returns at once for copies that are done or unknown. Leaves the completion in the queue.
+  void wait(CopyId copy, const CompletionQueue& queue);
+  // Blocks until the client has no copy queued or running.
+  void drain(const CompletionQueue& queue);
 
   // Copies queued or running.
   [[nodiscard]] std::uint64_t pending() const;
@@ -65,14 +79,17 @@ class HostExecutor {
   void shutdown();
 
  private:
+  // A copy of a client.
+  using Key = std::pair<const CompletionQueue*, CopyId>;
   struct Job {
-    CopyId copy{};
+    Key key;
     Plan plan;
     std::shared_ptr<SpillFile> file;
+    std::shared_ptr<CompletionQueue> queue;
   };
 
   void work();
-  [[nodiscard]] std::deque<Job>::iterator find_queued(CopyId copy);
+  [[nodiscard]] std::deque<Job>::iterator find_queued(const Key& key);
   // Takes the job out of the queue and runs it; `lock` is released while bytes move.
   void run(std::deque<Job>::iterator queued, std::unique_lock<std::mutex>& lock);
 
@@ -82,9 +99,7 @@ class HostExecutor {
   std::condition_variable space_available_;
   std::condition_variable copy_done_;
   std::deque<Job> queue_;
-  std::unordered_set<std::uint64_t> running_;  // copies taken from the queue and not done
-  std::deque<Completion> completions_;
-  std::atomic<bool> has_completions_{false};
+  std::set<Key> running_;  // taken from the queue and not done
   std::vector<std::thread> threads_;
   bool stopping_ = false;
 };

@@ -33,14 +33,20 @@ struct SavedView {
   ByteRange extent;
 };
 
+// All work on the storage that was queued on `stream` before `event` is done once the event is.
+struct SavedEvent {
+  StreamRef stream{};
+  EventId event{};
+};
+
 struct Entry {
   StorageId id{};
   StorageRef source;
   std::uint64_t version = 0;
   EpochId epoch{};
-  EventId saved_event{};
-  bool closed = false;  // takes no new views
-  bool dying = false;   // no ticket left, a copy or an allocation still runs
+  std::vector<SavedEvent> events;  // what the next copy comes after, one a stream
+  bool closed = false;             // takes no new views
+  bool dying = false;              // no ticket left, a copy or an allocation still runs
 
   std::vector<SavedView> views;
   ByteRanges wanted;
@@ -56,17 +62,20 @@ struct Entry {
 
   Restored restored = Restored::kNone;
   StorageRef restored_ref;
-  ByteRanges restored_valid;
-  CopyId load{};
-  StreamRef restored_stream{};
-  bool restored_held = false;  // the session keeps the restored storage alive
+  ByteRanges restored_valid;      // bytes that it has, or will have after the load
+  CopyId load{};                  // the copy that fills or filled restored_ref
+  bool restored_held = false;     // the session keeps restored_ref alive
+  bool unwanted = false;          // memory is short: let go of it as soon as it is loaded
   std::uint64_t guess_bytes = 0;  // > 0: loaded on a guess, nobody has asked yet
 
   PassId pass{};               // the pass that `unserved` counts for
   std::uint64_t unserved = 0;  // live tickets not served in it
 
   [[nodiscard]] bool leased() const { return lease != Lease::kNone; }
+  [[nodiscard]] bool loading() const { return restored == Restored::kAllocating || restored == Restored::kLoading; }
   [[nodiscard]] ByteRanges missing() const;
+  // The copies that a load into the restored storage reads.
+  [[nodiscard]] std::vector<CopiedSpan> to_load() const;
 };
 
 struct TicketRecord {

@@ -21,8 +21,9 @@ enum class KeepReason : std::uint8_t {
   kTierFull,
   kCapture,
 };
-inline constexpr std::array<std::string_view, 10> kKeepReasonNames = {
-    "parameter", "parameter_cast", "small", "policy", "last", "unsupported", "device", "budget", "host_full", "capture"};
+inline constexpr std::array<std::string_view, 10> kKeepReasonNames = {"parameter", "parameter_cast", "small",  "policy",
+                                                                      "last",      "unsupported",    "device", "budget",
+                                                                      "host_full", "capture"};
 
 struct Stats {
   std::uint64_t saved_tensors = 0;

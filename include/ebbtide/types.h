@@ -45,9 +45,7 @@ struct Place {
   std::uint64_t byte_offset = 0;
 
   [[nodiscard]] constexpr std::uint64_t position() const { return base + byte_offset; }
-  [[nodiscard]] constexpr Place advanced(std::uint64_t nbytes) const {
-    return {tier, base, byte_offset + nbytes};
-  }
+  [[nodiscard]] constexpr Place advanced(std::uint64_t nbytes) const { return {tier, base, byte_offset + nbytes}; }
   friend constexpr auto operator<=>(const Place&, const Place&) = default;
 };
 

@@ -67,7 +67,7 @@ _SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 80
 
 
 def parse_bytes(value: object, place: str = "parse_bytes") -> int:
-    """Bytes of ``value``: a whole number of bytes, or text such as ``"8GiB"``, ``"1.5 GB"``, ``"64k"``.
+    """Bytes of ``value``: a whole number, or text such as ``"8GiB"``, ``"1.5 GB"``, ``"64k"``.
 
     KiB, MiB, GiB, TiB, PiB, EiB and their short forms K, Ki, M, … count in 1024; KB, MB, … in
     1000; case does not matter. No unit means bytes. Fractions of a byte that a unit leaves are
@@ -119,7 +119,7 @@ def _no_size(value: object, place: str) -> UsageError:
 
 
 def format_bytes(nbytes: int) -> str:
-    """``nbytes`` for people: ``"512 B"``, ``"1.5 KiB"``, ``"2.0 GiB"``; units of 1024, one decimal."""
+    """``nbytes`` for people, in units of 1024: ``"512 B"``, ``"1.5 KiB"``, ``"2.0 GiB"``."""
     if abs(nbytes) < 1024:
         return f"{nbytes} B"
     amount = float(nbytes)
@@ -140,7 +140,7 @@ Size = int | str
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
-    """What the user asked for. None means the default, which may depend on the machine (see ``resolve``).
+    """What the user asked for. None means the default, which ``resolve`` takes from the machine.
 
     Made by ``OffloadConfig(...)``, from arguments alone, or by ``OffloadConfig.from_options``, from
     arguments and the environment. Either way every value is checked; sizes are then ints and
@@ -181,9 +181,9 @@ class OffloadConfig:
     policy: Callable[[Any], object] | None = None
     """``policy(tensor)`` answers a ``CheckpointPolicy``: MUST_SWAP or MUST_SAVE."""
     only: str = "saved"
-    """``"saved"``: all that autograd saves; ``"layer_inputs"``: only inputs of checkpointed regions."""
+    """``"saved"``: all that autograd saves; ``"layer_inputs"``: inputs of checkpointed regions."""
     on_inplace: str = "error"
-    """A saved tensor was changed in place: ``"error"`` raises, ``"saved"`` uses a completed copy."""
+    """After a write to a saved tensor: ``"error"`` raises, ``"saved"`` uses a completed copy."""
     allow_tmpfs: bool = False
     """Accept a disk directory that is really in memory."""
     max_device_memory: Size | None = None
@@ -193,7 +193,7 @@ class OffloadConfig:
     max_disk_bytes: Size | None = None
     """Cap on the disk tier of this process. Default: none."""
     tune_malloc: bool = True
-    """Fix glibc's mmap threshold when offloading CPU tensors: freed memory then leaves the process."""
+    """With CPU tensors, fix glibc's mmap threshold so that freed memory leaves the process."""
 
     def __post_init__(self) -> None:
         given = {item.name: getattr(self, item.name) for item in fields(self)}
@@ -202,7 +202,7 @@ class OffloadConfig:
 
     @classmethod
     def from_options(cls, **options: object) -> OffloadConfig:
-        """A configuration from keyword arguments; what is None or absent comes from the environment.
+        """A configuration from keyword arguments; None and absent ones come from the environment.
 
         The environment variable of a field is ``EBBTIDE_`` and its name in capitals; an empty one
         is not set. Booleans are written 1, 0, true, false, yes, no, on, off.

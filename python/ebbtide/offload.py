@@ -15,7 +15,6 @@ from ebbtide.framework import Framework, Tensor, Weights
 from ebbtide.report import Stats, metrics, render_report
 from ebbtide.session import Kept, Session, Ticket
 
-
 class Scope:
     """One entry of the context on one thread."""
 
@@ -76,10 +75,9 @@ class Offload:
 
     def stats(self) -> Stats:
         """Totals and what is held now, as a frozen dataclass. Bytes, counts, seconds."""
-        core = self._session.stats()
         on_disk = self._resolved.tier == "disk"
         return Stats.from_core(
-            core,
+            self._session.stats(),
             on_disk=on_disk,
             host_reserved_bytes=0 if on_disk else self._session.space.reserved_bytes,
             exposed_wait_s=self._session.exposed_wait_s,
@@ -95,7 +93,7 @@ class Offload:
 
     def report(self) -> str:
         """The statistics as a table."""
-        return render_report(self.stats(), f"ebbtide: {self._framework.device_type} → {self._resolved.tier}")
+        return render_report(self.stats(), f"ebbtide: {self._framework.device_type} to {self._resolved.tier}")
 
     def synchronize(self) -> None:
         """Block until no copy of this object is running."""

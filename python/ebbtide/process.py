@@ -87,6 +87,8 @@ def require_usable(place: str) -> None:
 def _after_fork_in_child() -> None:
     global _forked
     _forked = _executor is not None or _host_pool is not None or bool(_spill_files)
+    # Its threads are not here: joining them would hang.
+    _core.keep_forever(_executor)
 
 
 def _at_exit() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from rich.box import Box
 from rich.console import Console
@@ -24,7 +25,7 @@ KEEP_REASONS: Mapping[str, str] = {
     "unsupported": "of a kind that is not offloaded",
     "device": "on another device",
     "budget": "not needed to stay within the memory budget",
-    "host_full": "storages: tier full, raise its max_..._bytes",
+    "host_full": "storages: tier full, raise its cap (max_*_bytes)",
     "capture": "saved while a device graph was captured",
 }
 
@@ -68,7 +69,7 @@ class Stats:
     prefetch_hits: int = 0
     prefetch_misses: int = 0
     exposed_wait_s: float = 0.0
-    """Time that backward waited for copies."""
+    """Time that was spent waiting for copies."""
     entries: int = 0
     """Now: storages under care."""
     device_bytes: int = 0
@@ -83,8 +84,29 @@ class Stats:
     peak_disk_bytes: int = 0
 
     def __post_init__(self) -> None:
-        # A copy of its own, and a plain dict: it can be pickled and goes through dataclasses.asdict.
+        # A copy of its own, and a plain dict: pickle and dataclasses.asdict take nothing else.
         object.__setattr__(self, "kept", dict(self.kept))
+
+    @classmethod
+    def from_core(
+        cls, core: Any, *, on_disk: bool, host_reserved_bytes: int, exposed_wait_s: float
+    ) -> Stats:
+        """The engine's ``core`` statistics, whose tier is the disk or else host memory.
+
+        The engine does no I/O: what the host reserves (bytes) and how long was waited (seconds) is
+        the session's to say.
+        """
+        held = {"host_bytes": 0, "peak_host_bytes": 0, "disk_bytes": 0, "peak_disk_bytes": 0}
+        place = "disk" if on_disk else "host"
+        held[f"{place}_bytes"] = core.tier_bytes
+        held[f"peak_{place}_bytes"] = core.peak_tier_bytes
+        given: dict[str, Any] = {
+            **held,
+            "host_reserved_bytes": host_reserved_bytes,
+            "exposed_wait_s": exposed_wait_s,
+        }
+        names = [item.name for item in fields(cls) if item.name not in given]
+        return cls(**given, **{name: getattr(core, name) for name in names})
 
 
 def metrics(stats: Stats) -> dict[str, float]:
@@ -206,7 +228,7 @@ def _restore_rows(stats: Stats) -> list[_Row]:
         _row("live hits", stats.live_hits, None, "original still there: nothing loaded"),
         _row("prefetch hits", stats.prefetch_hits, None, in_time),
         _row("prefetch misses", stats.prefetch_misses, None, "loaded when needed: a wait"),
-        ("exposed wait", "", _format_seconds(stats.exposed_wait_s), "backward waited for copies"),
+        ("exposed wait", "", _format_seconds(stats.exposed_wait_s), "spent waiting for copies"),
     ]
 
 

@@ -28,6 +28,8 @@ _LIVE = int(RestoreOutcome.LIVE)
 _SHARED = int(RestoreOutcome.SHARED)
 _LOAD = int(RestoreOutcome.LOAD)
 
+_NO_LIMIT = (1 << 64) - 1
+
 # A probe of a storage that another thread is just saving: look again later.
 _HELD = (1, True, True)
 
@@ -126,7 +128,8 @@ class Session:
         if options.directory is not None and options.tier == "disk":
             self._file = process.spill_file(options.directory, options.allow_tmpfs)
         self.space: _core.BlockSpace = self._file if self._file is not None else process.host_pool()
-        self._max_tier_bytes = options.max_disk_bytes if self._file is not None else options.max_host_bytes
+        limit = options.max_disk_bytes if self._file is not None else options.max_host_bytes
+        self._max_tier_bytes = _NO_LIMIT if limit is None else limit
         self._engine = _core.Engine(
             self.space,
             min_bytes=options.min_bytes,

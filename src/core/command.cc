@@ -6,7 +6,12 @@ namespace {
 
 std::string number(std::uint64_t n) { return std::to_string(n); }
 
-std::string after(EventId event) { return value(event) == 0 ? "" : " after event " + number(value(event)); }
+std::string after(const Command& command) {
+  if (value(command.event) == 0) return "";
+  std::string text = " after event " + number(value(command.event));
+  for (const EventId event : command.more_events) text += ", " + number(value(event));
+  return text;
+}
 
 }  // namespace
 
@@ -19,7 +24,7 @@ std::string to_string(const Command& command) {
     case CommandKind::kRecord:
       return "record event " + number(value(command.event)) + " on stream " + number(value(command.stream));
     case CommandKind::kCopy:
-      return std::string(command.to_device ? "h2d " : "d2h ") + copy + " of " + storage + after(command.event) + "\n" +
+      return std::string(command.to_device ? "h2d " : "d2h ") + copy + " of " + storage + after(command) + "\n" +
              to_string(command.plan);
     case CommandKind::kWait:
       return "wait " + copy;
@@ -28,7 +33,7 @@ std::string to_string(const Command& command) {
     case CommandKind::kReleaseLease:
       return "release lease of " + storage;
     case CommandKind::kReleaseRestored:
-      return "release restored " + storage;
+      return "release restored " + storage + " of " + copy;
     case CommandKind::kForget:
       return "forget " + storage;
     case CommandKind::kTierFull:

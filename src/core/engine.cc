@@ -1,5 +1,7 @@
 #include "ebbtide/engine.h"
 
+#include <algorithm>
+
 #include "ebbtide/error.h"
 
 namespace ebbtide {
@@ -25,7 +27,7 @@ Commands Engine::end_epoch(EpochId epoch) {
   const std::lock_guard lock(mutex_);
   registry_.close_epoch(epoch);
   Commands commands;
-  look(commands, static_cast<std::uint32_t>(due_.size()));
+  look(commands, due_.size());
   return commands;
 }
 
@@ -86,20 +88,18 @@ void Engine::hold_restored(Entry& entry, bool held) {
 void Engine::finish_entry(Entry& entry, Commands& commands) {
   registry_.hide(entry);
   entry.dying = true;
-  if (entry.lease == Lease::kInFlight) return;
-  if (entry.restored == Restored::kAllocating || entry.restored == Restored::kLoading) return;
-
-  if (entry.lease == Lease::kWindow) {
-    windows_[static_cast<std::int64_t>(entry.source.device)].remove(entry.id);
-    stats_.keep(KeepReason::kLast);
-  }
-  set_found_held(entry, false);
-  for (const Block& block : entry.blocks) give_block(block);
-  if (entry.leased()) {
+  const bool copying = entry.lease == Lease::kInFlight;
+  if (entry.leased() && !copying) {
+    if (windows_[entry.source.device].remove(entry.id)) stats_.keep(KeepReason::kLast);
+    set_found_held(entry, false);
     set_lease(entry, Lease::kNone);
     commands.push_back({.kind = CommandKind::kReleaseLease, .storage = entry.id});
   }
-  if (entry.restored_held) release_restored(entry, commands);
+  if (entry.loading()) return;
+  release_restored(entry, commands);
+  if (copying) return;
+
+  for (const Block& block : entry.blocks) give_block(block);
   commands.push_back({.kind = CommandKind::kForget, .storage = entry.id});
   registry_.erase(entry.id);
 }

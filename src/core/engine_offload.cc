@@ -3,23 +3,25 @@
 
 namespace ebbtide {
 
-void Engine::look(Commands& commands, std::uint32_t probes) {
+void Engine::look(Commands& commands, std::size_t parked) {
   for (auto& [device, window] : windows_) {
+    // At once, however many are parked: most storages are free when they leave the window.
     while (const std::optional<StorageId> left = window.pop_over(config_.keep_last_bytes)) {
-      set_lease(*registry_.find(*left), Lease::kDue);
-      due_.push_back(*left);
-      ++probes;
+      probe(*registry_.find(*left), commands);
     }
   }
-  // Only what was due when the call began: whoever is still held is put back at the end of the queue.
-  for (std::size_t left = due_.size(); probes > 0 && left > 0; --left) {
+  while (parked > 0 && !due_.empty()) {
     Entry* entry = registry_.find(due_.front());
     due_.pop_front();
     if (entry == nullptr || entry->lease != Lease::kDue) continue;
-    set_lease(*entry, Lease::kProbing);
-    commands.push_back({.kind = CommandKind::kProbe, .storage = entry->id});
-    --probes;
+    probe(*entry, commands);
+    --parked;
   }
+}
+
+void Engine::probe(Entry& entry, Commands& commands) {
+  set_lease(entry, Lease::kProbing);
+  commands.push_back({.kind = CommandKind::kProbe, .storage = entry.id});
 }
 
 Commands Engine::probed(StorageId storage, const ProbeAnswer& answer) {
@@ -28,6 +30,7 @@ Commands Engine::probed(StorageId storage, const ProbeAnswer& answer) {
   Entry* entry = registry_.find(storage);
   if (entry == nullptr || entry->lease != Lease::kProbing) return commands;
   if (!answer.same || !answer.intact) {
+    entry->closed = true;
     pin(*entry);
   } else if (answer.holders > 0) {
     set_found_held(*entry, true);
@@ -54,11 +57,19 @@ void Engine::start_offload(Entry& entry, Commands& commands) {
   set_lease(entry, Lease::kInFlight);
   in_flight_bytes_ += entry.source.nbytes;
   copies_[copy] = {entry.id, false};
-  commands.push_back({.kind = CommandKind::kCopy,
-                      .storage = entry.id,
-                      .copy = copy,
-                      .event = entry.saved_event,
-                      .plan = plan_offload(source, missing, block->place)});
+  Command command{.kind = CommandKind::kCopy,
+                  .storage = entry.id,
+                  .copy = copy,
+                  .plan = plan_offload(source, missing, block->place)};
+  for (const SavedEvent& saved : entry.events) {
+    if (value(command.event) == 0) {
+      command.event = saved.event;
+    } else {
+      command.more_events.push_back(saved.event);
+    }
+  }
+  entry.events.clear();
+  commands.push_back(std::move(command));
   bound_in_flight(commands);
 }
 
@@ -98,6 +109,7 @@ void Engine::finish_offload(Entry& entry, bool ok, const ProbeAnswer& answer, Co
 
   if (!ok || !answer.same || !answer.intact) {
     give_block(block);
+    if (!answer.same || !answer.intact) entry.closed = true;
     if (ok || entry.dying) {
       pin(entry);
     } else {
@@ -122,11 +134,11 @@ void Engine::finish_offload(Entry& entry, bool ok, const ProbeAnswer& answer, Co
 }
 
 void Engine::pin(Entry& entry) {
-  entry.closed = true;
   set_found_held(entry, false);
   set_lease(entry, Lease::kPinned);
 }
 
+// The content is as saved, so later views join it: no second entry tries again for the same bytes.
 void Engine::keep_on_device(Entry& entry, Commands& commands) {
   pin(entry);
   stats_.keep(KeepReason::kTierFull);

@@ -13,10 +13,6 @@ std::uint64_t load_bytes(const Entry& entry) { return entry.valid.span().end; }
 
 std::uint64_t load_residue(const Entry& entry) { return entry.source.address % kAlignmentBytes; }
 
-bool loading(const Entry& entry) {
-  return entry.restored == Restored::kAllocating || entry.restored == Restored::kLoading;
-}
-
 }  // namespace
 
 RestoreVerdict Engine::restore(TicketId ticket, PassId pass, bool live, bool shared) {
@@ -34,9 +30,10 @@ RestoreVerdict Engine::restore(TicketId ticket, PassId pass, bool live, bool sha
   if (live) {
     verdict.outcome = RestoreOutcome::kLive;
     ++stats_.live_hits;
-  } else if (loading(entry)) {
+  } else if (entry.loading()) {
     verdict.outcome = RestoreOutcome::kPending;
-    verdict.load = entry.load;
+    if (entry.restored == Restored::kLoading) verdict.load = entry.load;
+    entry.unwanted = false;
     return verdict;
   } else if (shared && entry.restored == Restored::kReady && entry.restored_valid.contains(range)) {
     verdict.outcome = RestoreOutcome::kShared;
@@ -48,7 +45,6 @@ RestoreVerdict Engine::restore(TicketId ticket, PassId pass, bool live, bool sha
     verdict.nbytes = load_bytes(entry);
     verdict.residue = load_residue(entry);
     ++stats_.prefetch_misses;
-    if (entry.restored_held) release_restored(entry, verdict.commands);
     begin_load(entry, false);
   } else {
     throw Error(ErrorKind::kDevice, "[Engine.restore] storage " + std::to_string(value(entry.id)) + ": " +
@@ -56,10 +52,8 @@ RestoreVerdict Engine::restore(TicketId ticket, PassId pass, bool live, bool sha
                                         " are neither on the device nor in a tier: run the forward again");
   }
   claim(entry, *record, pass);
+  if (entry.unserved == 0 && entry.restored == Restored::kReady) release_restored(entry, verdict.commands);
   if (value(pass) != 0) prefetch(entry, pass, verdict.commands);
-  if (entry.unserved == 0 && entry.restored_held && entry.restored == Restored::kReady) {
-    release_restored(entry, verdict.commands);
-  }
   return verdict;
 }
 
@@ -76,11 +70,14 @@ void Engine::claim(Entry& entry, TicketRecord& ticket, PassId pass) {
 
 void Engine::begin_load(Entry& entry, bool guess) {
   registry_.unbind_restored(entry);
+  no_longer_guess(entry);
   entry.restored = Restored::kAllocating;
-  entry.restored_valid.clear();
-  entry.load = CopyId{};
-  entry.guess_bytes = guess ? load_bytes(entry) : 0;
-  guessed_bytes_ += entry.guess_bytes;
+  // What is copied or saved from now on is not part of this load: no memory is asked for it.
+  entry.restored_valid = entry.valid;
+  entry.unwanted = false;
+  if (!guess) return;
+  entry.guess_bytes = load_bytes(entry);
+  guessed_bytes_[entry.source.device] += entry.guess_bytes;
 }
 
 Commands Engine::allocated(StorageId storage, const StorageRef& restored, StreamRef stream) {
@@ -92,24 +89,29 @@ Commands Engine::allocated(StorageId storage, const StorageRef& restored, Stream
     finish_load(*entry, false, commands);
     return commands;
   }
+  if (restored.nbytes < entry->restored_valid.span().end) {
+    throw Error(ErrorKind::kUsage, "[Engine.allocated] storage " + std::to_string(value(storage)) + ": got " +
+                                       format_bytes(restored.nbytes) + ", asked for " +
+                                       format_bytes(entry->restored_valid.span().end) + ": allocate what kLoad says");
+  }
+  hold_restored(*entry, false);
   registry_.bind_restored(*entry, restored);
   hold_restored(*entry, true);
   entry->restored = Restored::kLoading;
-  entry->restored_stream = stream;
-  entry->restored_valid = entry->valid;
   entry->load = CopyId{++last_copy_};
   copies_[entry->load] = {storage, true};
+  load_changed_.notify_all();
   EventId event{};
   if (value(stream) != 0) {
     event = EventId{++last_event_};
-    commands.push_back({.kind = CommandKind::kRecord, .event = event, .stream = stream});
+    commands.push_back({.kind = CommandKind::kRecord, .storage = storage, .event = event, .stream = stream});
   }
   commands.push_back({.kind = CommandKind::kCopy,
                       .storage = storage,
                       .copy = entry->load,
                       .to_device = true,
                       .event = event,
-                      .plan = plan_restore(entry->copied, {Tier::kDevice, restored.address, 0})});
+                      .plan = plan_restore(entry->to_load(), {Tier::kDevice, restored.address, 0})});
   return commands;
 }
 
@@ -117,44 +119,55 @@ Commands Engine::allocation_failed(StorageId storage) {
   const std::lock_guard lock(mutex_);
   Commands commands;
   Entry* entry = registry_.find(storage);
-  if (entry != nullptr && entry->restored == Restored::kAllocating) finish_load(*entry, false, commands);
-  release_guesses(commands);
+  if (entry == nullptr || entry->restored != Restored::kAllocating) return commands;
+  const bool guess = entry->guess_bytes > 0;
+  finish_load(*entry, false, commands);
+  if (!guess) release_unclaimed(commands);
   return commands;
 }
 
 void Engine::finish_load(Entry& entry, bool ok, Commands& commands) {
   if (ok) {
     entry.restored = Restored::kReady;
-    stats_.h2d_copies += entry.copied.size();
+    stats_.h2d_copies += entry.to_load().size();
     stats_.h2d_bytes += entry.restored_valid.nbytes();
-    if (value(entry.pass) == 0 || entry.unserved == 0) release_restored(entry, commands);
+    if (entry.unwanted || value(entry.pass) == 0 || entry.unserved == 0) release_restored(entry, commands);
   } else {
     registry_.unbind_restored(entry);
     entry.restored = Restored::kNone;
-    if (entry.restored_held) release_restored(entry, commands);
-    no_longer_guess(entry);
+    release_restored(entry, commands);
   }
   load_changed_.notify_all();
   if (entry.dying) finish_entry(entry, commands);
+}
+
+void Engine::wait_allocated(StorageId storage) {
+  std::unique_lock lock(mutex_);
+  load_changed_.wait(lock, [&] {
+    const Entry* entry = registry_.find(storage);
+    return entry == nullptr || entry->restored != Restored::kAllocating;
+  });
 }
 
 void Engine::wait_loaded(StorageId storage) {
   std::unique_lock lock(mutex_);
   load_changed_.wait(lock, [&] {
     const Entry* entry = registry_.find(storage);
-    return entry == nullptr || !loading(*entry);
+    return entry == nullptr || !entry->loading();
   });
 }
 
 void Engine::prefetch(const Entry& after, PassId pass, Commands& commands) {
-  if (guessed_bytes_ >= config_.prefetch_bytes) return;
+  if (guessed_bytes_[after.source.device] >= config_.prefetch_bytes) return;
   int steps = kPrefetchSteps;
   registry_.walk_back(after.id, [&](Entry& entry) {
     if (--steps < 0) return false;
     const bool served = entry.pass == pass && entry.unserved == 0;
-    const bool needs_load = !entry.leased() && !entry.restored_held && !loading(entry);
+    const bool needs_load = !entry.leased() && !entry.valid.empty() && !entry.restored_held && !entry.loading();
     if (entry.epoch != after.epoch || entry.dying || served || !needs_load) return true;
-    if (guessed_bytes_ + load_bytes(entry) > config_.prefetch_bytes) return false;
+    // In order of need: what does not fit is not overtaken by an older one of the same device.
+    const DeviceId device = entry.source.device;
+    if (guessed_bytes_[device] + load_bytes(entry) > config_.prefetch_bytes) return device != after.source.device;
     if (entry.pass != pass) {
       entry.pass = pass;
       entry.unserved = entry.live_tickets;
@@ -169,7 +182,7 @@ void Engine::prefetch(const Entry& after, PassId pass, Commands& commands) {
 }
 
 void Engine::no_longer_guess(Entry& entry) {
-  guessed_bytes_ -= entry.guess_bytes;
+  guessed_bytes_[entry.source.device] -= entry.guess_bytes;
   entry.guess_bytes = 0;
 }
 
@@ -177,16 +190,15 @@ void Engine::release_restored(Entry& entry, Commands& commands) {
   no_longer_guess(entry);
   if (!entry.restored_held) return;
   hold_restored(entry, false);
-  commands.push_back({.kind = CommandKind::kReleaseRestored, .storage = entry.id});
+  commands.push_back({.kind = CommandKind::kReleaseRestored, .storage = entry.id, .copy = entry.load});
 }
 
-void Engine::release_guesses(Commands& commands) {
+void Engine::release_unclaimed(Commands& commands) {
   registry_.for_each([&](Entry& entry) {
-    if (entry.guess_bytes > 0 && entry.restored == Restored::kReady) {
-      release_restored(entry, commands);
-      registry_.unbind_restored(entry);
-      entry.restored = Restored::kNone;
-    }
+    if (entry.restored == Restored::kReady) release_restored(entry, commands);
+    if (entry.guess_bytes == 0 || entry.restored != Restored::kLoading) return;
+    entry.unwanted = true;
+    commands.push_back({.kind = CommandKind::kWait, .storage = entry.id, .copy = entry.load});
   });
 }
 

@@ -57,11 +57,7 @@ SaveVerdict Engine::save(const SaveRequest& request) {
   entry->views.push_back({request.view, range});
   verdict.storage = entry->id;
   verdict.ticket = issue(*entry, static_cast<std::uint32_t>(entry->views.size() - 1));
-  if (value(request.stream) != 0) {
-    entry->saved_event = EventId{++last_event_};
-    verdict.commands.push_back({.kind = CommandKind::kRecord, .event = entry->saved_event, .stream = request.stream});
-  }
-  want(*entry, range, verdict);
+  want(*entry, range, request.stream, verdict);
   look(verdict.commands, config_.probes_per_save);
   return verdict;
 }
@@ -75,9 +71,8 @@ Entry* Engine::find_join(const SaveRequest& request, ByteRange range) {
     return nullptr;
   }
   Entry* entry = registry_.find_restored(request.storage.identity);
-  if (entry == nullptr || request.spoiled || entry->version != request.version ||
-      entry->restored != Restored::kReady || !same_memory(entry->restored_ref, request.storage) ||
-      !entry->restored_valid.contains(range)) {
+  if (entry == nullptr || request.spoiled || entry->version != request.version || entry->restored != Restored::kReady ||
+      !same_memory(entry->restored_ref, request.storage) || !entry->restored_valid.contains(range)) {
     return nullptr;
   }
   return entry;
@@ -90,13 +85,20 @@ TicketId Engine::issue(Entry& entry, std::uint32_t view) {
   return ticket;
 }
 
-void Engine::want(Entry& entry, ByteRange range, SaveVerdict& verdict) {
+void Engine::want(Entry& entry, ByteRange range, StreamRef stream, SaveVerdict& verdict) {
   const std::uint64_t before = entry.wanted.nbytes();
   entry.wanted.add(range);
   const std::uint64_t added = entry.wanted.nbytes() - before;
   if (added == 0) return;
   stats_.unique_bytes += added;
-  Window& window = windows_[static_cast<std::int64_t>(entry.source.device)];
+  if (value(stream) != 0) {
+    const EventId event{++last_event_};
+    // A later event of the same stream covers an earlier one; events of two streams say nothing about each other.
+    std::erase_if(entry.events, [stream](const SavedEvent& saved) { return saved.stream == stream; });
+    entry.events.push_back({stream, event});
+    verdict.commands.push_back({.kind = CommandKind::kRecord, .storage = entry.id, .event = event, .stream = stream});
+  }
+  Window& window = windows_[entry.source.device];
   if (entry.lease == Lease::kWindow) {
     window.grow(entry.id, added);
   } else if (!entry.leased()) {

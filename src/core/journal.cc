@@ -17,7 +17,9 @@ struct Answer {
   }
   std::string operator()(const SaveRequest& call) const { return to_string(engine.save(call)); }
   std::string operator()(const calls::Drop& call) const { return to_string(engine.drop(call.ticket)); }
-  std::string operator()(const calls::Probed& call) const { return to_string(engine.probed(call.storage, call.answer)); }
+  std::string operator()(const calls::Probed& call) const {
+    return to_string(engine.probed(call.storage, call.answer));
+  }
   std::string operator()(const calls::Completed& call) const {
     return to_string(engine.completed(call.copy, call.ok, call.answer));
   }
@@ -71,7 +73,7 @@ std::string to_string(const RestoreVerdict& verdict) {
   if (verdict.outcome == RestoreOutcome::kLoad) {
     text += ": " + std::to_string(verdict.nbytes) + " bytes at " + std::to_string(verdict.residue);
   }
-  if (verdict.outcome == RestoreOutcome::kPending) text += " on copy " + std::to_string(value(verdict.load));
+  if (value(verdict.load) != 0) text += " on copy " + std::to_string(value(verdict.load));
   return text + "\n" + to_string(verdict.commands);
 }
 

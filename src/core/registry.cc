@@ -4,6 +4,14 @@ namespace ebbtide {
 
 ByteRanges Entry::missing() const { return wanted.minus(valid); }
 
+std::vector<CopiedSpan> Entry::to_load() const {
+  std::vector<CopiedSpan> spans;
+  for (const CopiedSpan& span : copied) {
+    if (restored_valid.contains(span.range)) spans.push_back(span);
+  }
+  return spans;
+}
+
 Entry& Registry::create(const StorageRef& source, std::uint64_t version, EpochId epoch) {
   const StorageId id{++last_storage_};
   Entry& entry = entries_[id];

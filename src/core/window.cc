@@ -1,5 +1,7 @@
 #include "ebbtide/window.h"
 
+#include <iterator>
+
 namespace ebbtide {
 
 void Window::push(StorageId storage, std::uint64_t nbytes) {

@@ -50,39 +50,61 @@ std::exception_ptr copy_all(const Plan& plan, SpillFile* file) {
 
 }  // namespace
 
-HostExecutor::HostExecutor(Options options) : options_(checked(options)) {}
-
-HostExecutor::~HostExecutor() { shutdown(); }
-
-void HostExecutor::submit(CopyId copy, Plan plan, std::shared_ptr<SpillFile> file) {
-  std::unique_lock lock(mutex_);
-  space_available_.wait(lock, [this] { return stopping_ || queue_.size() < options_.queue_depth; });
-  if (stopping_) throw Error(ErrorKind::kUsage, "[HostExecutor.submit] " + name(copy) + " came after shutdown");
-  if (find_queued(copy) != queue_.end() || running_.contains(value(copy))) {
-    throw Error(ErrorKind::kUsage,
-                "[HostExecutor.submit] " + name(copy) + " is still pending: give each copy its own id");
-  }
-  while (threads_.size() < options_.threads) threads_.emplace_back(&HostExecutor::work, this);
-  queue_.push_back({copy, std::move(plan), std::move(file)});
-  work_available_.notify_one();
-}
-
-void HostExecutor::wait(CopyId copy) {
-  std::unique_lock lock(mutex_);
-  if (const auto queued = find_queued(copy); queued != queue_.end()) return run(queued, lock);
-  copy_done_.wait(lock, [&] { return !running_.contains(value(copy)); });
-}
-
-std::optional<Completion> HostExecutor::pop_completion() {
+std::optional<Completion> CompletionQueue::pop() {
   const std::lock_guard lock(mutex_);
   if (completions_.empty()) return std::nullopt;
   Completion completion = std::move(completions_.front());
   completions_.pop_front();
-  has_completions_.store(!completions_.empty(), std::memory_order_release);
+  ready_.store(!completions_.empty(), std::memory_order_release);
   return completion;
 }
 
-bool HostExecutor::has_completions() const { return has_completions_.load(std::memory_order_acquire); }
+void CompletionQueue::push(Completion completion) {
+  const std::lock_guard lock(mutex_);
+  completions_.push_back(std::move(completion));
+  ready_.store(true, std::memory_order_release);
+}
+
+HostExecutor::HostExecutor(Options options) : options_(checked(options)) {}
+
+HostExecutor::~HostExecutor() { shutdown(); }
+
+void HostExecutor::submit(CopyId copy, Plan plan, std::shared_ptr<SpillFile> file,
+                          std::shared_ptr<CompletionQueue> queue) {
+  if (queue == nullptr) {
+    throw Error(ErrorKind::kUsage, "[HostExecutor.submit] " + name(copy) + " has no completion queue: pass one");
+  }
+  const Key key{queue.get(), copy};
+  std::unique_lock lock(mutex_);
+  space_available_.wait(lock, [this] { return stopping_ || queue_.size() < options_.queue_depth; });
+  if (stopping_) throw Error(ErrorKind::kUsage, "[HostExecutor.submit] " + name(copy) + " came after shutdown");
+  if (find_queued(key) != queue_.end() || running_.contains(key)) {
+    throw Error(ErrorKind::kUsage,
+                "[HostExecutor.submit] " + name(copy) + " is still pending: give each copy its own id");
+  }
+  while (threads_.size() < options_.threads) threads_.emplace_back(&HostExecutor::work, this);
+  queue_.push_back({key, std::move(plan), std::move(file), std::move(queue)});
+  work_available_.notify_one();
+}
+
+void HostExecutor::wait(CopyId copy, const CompletionQueue& queue) {
+  const Key key{&queue, copy};
+  std::unique_lock lock(mutex_);
+  if (const auto queued = find_queued(key); queued != queue_.end()) return run(queued, lock);
+  copy_done_.wait(lock, [&] { return !running_.contains(key); });
+}
+
+void HostExecutor::drain(const CompletionQueue& queue) {
+  const auto of_client = [&queue](const Job& job) { return job.key.first == &queue; };
+  const auto running = [&queue](const Key& key) { return key.first == &queue; };
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    const auto queued = std::find_if(queue_.begin(), queue_.end(), of_client);
+    if (queued == queue_.end()) break;
+    run(queued, lock);
+  }
+  copy_done_.wait(lock, [&] { return std::none_of(running_.begin(), running_.end(), running); });
+}
 
 std::uint64_t HostExecutor::pending() const {
   const std::lock_guard lock(mutex_);
@@ -118,12 +140,12 @@ void HostExecutor::work() {
   }
 }
 
-std::deque<HostExecutor::Job>::iterator HostExecutor::find_queued(CopyId copy) {
-  return std::find_if(queue_.begin(), queue_.end(), [copy](const Job& job) { return job.copy == copy; });
+std::deque<HostExecutor::Job>::iterator HostExecutor::find_queued(const Key& key) {
+  return std::find_if(queue_.begin(), queue_.end(), [&key](const Job& job) { return job.key == key; });
 }
 
 void HostExecutor::run(std::deque<Job>::iterator queued, std::unique_lock<std::mutex>& lock) {
-  running_.insert(value(queued->copy));
+  running_.insert(queued->key);
   Job job = std::move(*queued);
   queue_.erase(queued);
   // All of them: the one that wakes up may throw and leave the room to another.
@@ -132,9 +154,8 @@ void HostExecutor::run(std::deque<Job>::iterator queued, std::unique_lock<std::m
   std::exception_ptr error = copy_all(job.plan, job.file.get());
   job.file.reset();  // may close the file, so not under the lock
   lock.lock();
-  completions_.push_back({job.copy, std::move(error)});
-  has_completions_.store(true, std::memory_order_release);
-  running_.erase(value(job.copy));
+  job.queue->push({job.key.second, std::move(error)});
+  running_.erase(job.key);
   copy_done_.notify_all();
 }
 

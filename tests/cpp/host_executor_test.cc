@@ -51,10 +51,26 @@ std::shared_ptr<SpillFile> on_letting_go(std::function<void()> call) {
   return {static_cast<SpillFile*>(nullptr), [call = std::move(call)](SpillFile*) { call(); }};
 }
 
+// An executor with its one client.
+class Executor : public HostExecutor {
+ public:
+  using HostExecutor::HostExecutor;
+
+  void submit(CopyId copy, Plan plan, std::shared_ptr<SpillFile> file) {
+    HostExecutor::submit(copy, std::move(plan), std::move(file), queue_);
+  }
+  void wait(CopyId copy) { HostExecutor::wait(copy, *queue_); }
+  [[nodiscard]] std::optional<Completion> pop_completion() { return queue_->pop(); }
+  [[nodiscard]] bool has_completions() const { return queue_->ready(); }
+
+ private:
+  const std::shared_ptr<CompletionQueue> queue_ = std::make_shared<CompletionQueue>();
+};
+
 // A job that keeps one worker busy from construction until `open`, at the latest until destruction.
 class Gate {
  public:
-  Gate(HostExecutor& executor, CopyId copy) {
+  Gate(Executor& executor, CopyId copy) {
     executor.submit(copy, {}, on_letting_go([latches = latches_] {
                       latches->entered.count_down();
                       latches->opened.wait();
@@ -99,7 +115,7 @@ void expect_usage_error(const std::function<void()>& call) {
   }
 }
 
-std::vector<CopyId> pop_all(HostExecutor& executor) {
+std::vector<CopyId> pop_all(Executor& executor) {
   std::vector<CopyId> copies;
   while (const auto completion = executor.pop_completion()) {
     EXPECT_EQ(completion->error, nullptr);
@@ -109,7 +125,7 @@ std::vector<CopyId> pop_all(HostExecutor& executor) {
 }
 
 TEST(HostExecutor, StartsNoThreadBeforeTheFirstSubmit) {
-  HostExecutor executor({.threads = 3});
+  Executor executor({.threads = 3});
   EXPECT_EQ(executor.running_threads(), 0u);
   EXPECT_EQ(executor.pending(), 0u);
   EXPECT_FALSE(executor.has_completions());
@@ -119,14 +135,14 @@ TEST(HostExecutor, StartsNoThreadBeforeTheFirstSubmit) {
 }
 
 TEST(HostExecutor, RefusesOptionsThatCouldNotWork) {
-  expect_usage_error([] { HostExecutor({.threads = 0}); });
-  expect_usage_error([] { HostExecutor({.queue_depth = 0}); });
+  expect_usage_error([] { Executor({.threads = 0}); });
+  expect_usage_error([] { Executor({.queue_depth = 0}); });
 }
 
 TEST(HostExecutor, CopiesEverySpanOfAPlan) {
   const Bytes src = some_bytes(4000);
   Bytes dst(4000);
-  HostExecutor executor;
+  Executor executor;
   const Place from = place_of(src, Tier::kDevice);
   const Place to = place_of(dst);
   executor.submit(CopyId{1},
@@ -144,7 +160,7 @@ TEST(HostExecutor, CopiesToAFileAndBack) {
   const Bytes src = some_bytes(100'000);
   Bytes dst(src.size());
   const Place on_disk = file->allocate(src.size(), UINT64_MAX).value().place;
-  HostExecutor executor;
+  Executor executor;
   executor.submit(
       CopyId{1}, {{place_of(src), on_disk, 60'000}, {place_of(src).advanced(60'000), on_disk.advanced(60'000), 40'000}},
       file);
@@ -162,7 +178,7 @@ TEST(HostExecutor, KeepsTheFileOnlyUntilTheCopyIsDone) {
   const std::weak_ptr<SpillFile> watch = file;
   const Bytes src = some_bytes(1000);
   const Place on_disk = file->allocate(src.size(), UINT64_MAX).value().place;
-  HostExecutor executor;
+  Executor executor;
   Gate gate(executor, CopyId{1});
   executor.submit(CopyId{2}, {{place_of(src), on_disk, src.size()}}, std::move(file));
   EXPECT_FALSE(watch.expired());
@@ -172,7 +188,7 @@ TEST(HostExecutor, KeepsTheFileOnlyUntilTheCopyIsDone) {
 }
 
 TEST(HostExecutor, GivesCompletionsInTheOrderOfTheirEnd) {
-  HostExecutor executor;
+  Executor executor;
   Gate gate(executor, CopyId{1});
   for (std::uint64_t id = 2; id <= 5; ++id) executor.submit(CopyId{id}, {}, nullptr);
   EXPECT_EQ(executor.pending(), 5u);
@@ -192,7 +208,7 @@ TEST(HostExecutor, GivesCompletionsInTheOrderOfTheirEnd) {
 }
 
 TEST(HostExecutor, OneWorkerRunsCopiesInTheOrderOfSubmission) {
-  HostExecutor executor;
+  Executor executor;
   std::vector<CopyId> submitted;
   for (std::uint64_t id = 1; id <= 200; ++id) {
     executor.submit(CopyId{id}, {}, nullptr);
@@ -203,7 +219,7 @@ TEST(HostExecutor, OneWorkerRunsCopiesInTheOrderOfSubmission) {
 }
 
 TEST(HostExecutor, WaitRunsAQueuedCopyOnTheCaller) {
-  HostExecutor executor;
+  Executor executor;
   Gate gate(executor, CopyId{1});
   std::thread::id ran_on;
   executor.submit(CopyId{2}, {}, on_letting_go([&] { ran_on = std::this_thread::get_id(); }));
@@ -213,7 +229,7 @@ TEST(HostExecutor, WaitRunsAQueuedCopyOnTheCaller) {
 }
 
 TEST(HostExecutor, WaitWaitsForACopyThatAWorkerHas) {
-  HostExecutor executor;
+  Executor executor;
   Gate gate(executor, CopyId{1});
   std::latch waiting(1);
   std::thread waiter([&] {
@@ -230,7 +246,7 @@ TEST(HostExecutor, WaitWaitsForACopyThatAWorkerHas) {
 }
 
 TEST(HostExecutor, WaitReturnsAtOnceForUnknownAndDoneCopies) {
-  HostExecutor executor;
+  Executor executor;
   executor.wait(CopyId{99});
   EXPECT_EQ(executor.running_threads(), 0u);
   executor.submit(CopyId{1}, {}, nullptr);
@@ -244,7 +260,7 @@ TEST(HostExecutor, WaitReturnsAtOnceForUnknownAndDoneCopies) {
 }
 
 TEST(HostExecutor, SubmitBlocksWhileTheQueueIsFull) {
-  HostExecutor executor({.threads = 1, .queue_depth = 2});
+  Executor executor({.threads = 1, .queue_depth = 2});
   Gate gate(executor, CopyId{1});
   executor.submit(CopyId{2}, {}, nullptr);
   executor.submit(CopyId{3}, {}, nullptr);
@@ -264,7 +280,7 @@ TEST(HostExecutor, SubmitBlocksWhileTheQueueIsFull) {
 }
 
 TEST(HostExecutor, WaitMakesRoomInTheQueue) {
-  HostExecutor executor({.threads = 1, .queue_depth = 1});
+  Executor executor({.threads = 1, .queue_depth = 1});
   Gate gate(executor, CopyId{1});
   executor.submit(CopyId{2}, {}, nullptr);
   std::thread submitter([&] { executor.submit(CopyId{3}, {}, nullptr); });
@@ -274,7 +290,7 @@ TEST(HostExecutor, WaitMakesRoomInTheQueue) {
 }
 
 TEST(HostExecutor, RefusesACopyThatIsPending) {
-  HostExecutor executor;
+  Executor executor;
   Gate gate(executor, CopyId{1});
   executor.submit(CopyId{2}, {}, nullptr);
   expect_usage_error([&] { executor.submit(CopyId{1}, {}, nullptr); });
@@ -292,7 +308,7 @@ TEST(HostExecutor, DeliversAnErrorOnceAndGoesOn) {
   ASSERT_EQ(::pwrite(file->descriptor(), &flipped, 1, static_cast<off_t>(on_disk.position() + 500)), 1);
 
   HostCopy after(2);
-  HostExecutor executor;
+  Executor executor;
   executor.submit(CopyId{1}, {{on_disk, place_of(dst), src.size()}}, file);
   executor.submit(after.id, after.plan(), nullptr);
   executor.shutdown();
@@ -306,7 +322,7 @@ TEST(HostExecutor, DeliversAnErrorOnceAndGoesOn) {
 }
 
 TEST(HostExecutor, WaitDoesNotThrowTheErrorOfTheCopyThatItRuns) {
-  HostExecutor executor;
+  Executor executor;
   Gate gate(executor, CopyId{1});
   Bytes dst(10);
   executor.submit(CopyId{2}, {{{Tier::kFile}, place_of(dst), 10}}, nullptr);
@@ -321,7 +337,7 @@ TEST(HostExecutor, StopsAtTheFirstSpanThatFails) {
   HostCopy after(2);
   Plan plan = {{{Tier::kFile}, {Tier::kFile, 0, 4096}, 10}};
   plan.push_back(after.plan().front());
-  HostExecutor executor;
+  Executor executor;
   executor.submit(CopyId{1}, plan, file);
   executor.wait(CopyId{1});
   const auto failed = executor.pop_completion();
@@ -331,7 +347,7 @@ TEST(HostExecutor, StopsAtTheFirstSpanThatFails) {
 }
 
 TEST(HostExecutor, ShutdownRunsWhatIsQueued) {
-  HostExecutor executor;
+  Executor executor;
   Gate gate(executor, CopyId{1});
   std::vector<HostCopy> copies;
   for (std::uint64_t id = 2; id <= 9; ++id) copies.emplace_back(id);
@@ -354,14 +370,14 @@ TEST(HostExecutor, DestructorRunsWhatIsQueued) {
   std::vector<HostCopy> copies;
   for (std::uint64_t id = 1; id <= 20; ++id) copies.emplace_back(id, 50'000);
   {
-    HostExecutor executor({.threads = 2});
+    Executor executor({.threads = 2});
     for (const auto& copy : copies) executor.submit(copy.id, copy.plan(), nullptr);
   }
   for (const auto& copy : copies) EXPECT_TRUE(copy.done());
 }
 
 TEST(HostExecutor, ShutdownWakesABlockedSubmit) {
-  HostExecutor executor({.threads = 1, .queue_depth = 1});
+  Executor executor({.threads = 1, .queue_depth = 1});
   Gate gate(executor, CopyId{1});
   executor.submit(CopyId{2}, {}, nullptr);
   std::thread submitter([&] { expect_usage_error([&] { executor.submit(CopyId{3}, {}, nullptr); }); });
@@ -373,7 +389,7 @@ TEST(HostExecutor, ShutdownWakesABlockedSubmit) {
 }
 
 TEST(HostExecutor, ShutdownWaitsForACopyThatAWaitRuns) {
-  HostExecutor executor;
+  Executor executor;
   Gate gate(executor, CopyId{1});
   std::latch entered(1);
   std::latch leave(1);
@@ -394,7 +410,7 @@ TEST(HostExecutor, ShutdownWaitsForACopyThatAWaitRuns) {
 TEST(HostExecutor, ServesManyThreads) {
   constexpr unsigned kThreads = 6;
   constexpr unsigned kCopies = 150;
-  HostExecutor executor({.threads = 2, .queue_depth = 4});
+  Executor executor({.threads = 2, .queue_depth = 4});
   const auto file = make_file();
   std::vector<std::thread> threads;
   for (unsigned thread = 0; thread < kThreads; ++thread) {

@@ -1,0 +1,610 @@
+"""Options are checked in one place, come from arguments or the environment, and get defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ebbtide
+from ebbtide import CheckpointPolicy, EbbtideError, OffloadConfig, UsageError, config
+from ebbtide.config import default_disk_directory, environment_name, format_bytes, parse_bytes
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+FIELDS = (
+    "to device min_bytes keep_last_bytes keep_last_groups prefetch_bytes prefetch_groups "
+    "in_flight_bytes max_host_bytes group_swap policy only on_inplace allow_tmpfs "
+    "max_device_memory max_slowdown max_disk_bytes tune_malloc"
+).split()
+SIZES = "min_bytes keep_last_bytes prefetch_bytes in_flight_bytes max_host_bytes max_disk_bytes"
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith("EBBTIDE_"):
+            monkeypatch.delenv(name)
+
+
+def refusal(**options: object) -> str:
+    with pytest.raises(UsageError) as caught:
+        OffloadConfig.from_options(**options)
+    return str(caught.value)
+
+
+# --- sizes
+
+
+@pytest.mark.parametrize(
+    ("value", "nbytes"),
+    [
+        (0, 0),
+        (123, 123),
+        ("0", 0),
+        ("123", 123),
+        ("12 B", 12),
+        (" 8GiB ", 8 * GIB),
+        ("8gib", 8 * GIB),
+        ("1.5 GB", 1_500_000_000),
+        ("64k", 64 * KIB),
+        ("64K", 64 * KIB),
+        ("64Ki", 64 * KIB),
+        ("64 KiB", 64 * KIB),
+        ("64kB", 64_000),
+        ("3M", 3 * MIB),
+        ("3MB", 3_000_000),
+        ("2T", 2 << 40),
+        ("1PB", 10**15),
+        ("1 EiB", 1 << 60),
+        (".5KiB", 512),
+        ("1e9", 10**9),
+        ("1.5e3", 1500),
+        ("0.3KiB", 307),  # 307.2
+        (1e9, 10**9),
+        ((1 << 63) - 1, (1 << 63) - 1),
+    ],
+)
+def test_parse_bytes(value: object, nbytes: int) -> None:
+    parsed = parse_bytes(value)
+    assert parsed == nbytes and type(parsed) is int
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (-1, "is negative"),
+        ("-1", "is negative"),
+        ("-5GiB", "is negative"),
+        (-2.0, "is negative"),
+        (True, "is no size"),
+        (False, "is no size"),
+        (None, "is no size"),
+        (math.nan, "is no size"),
+        (math.inf, "is no size"),
+        (1.5, "is no size"),
+        ("nan", "is no size"),
+        ("inf", "is no size"),
+        ("", "is no size"),
+        ("GiB", "is no size"),
+        ("8 gigs", "is no size"),
+        ("8 Gi B", "is no size"),
+        ("1,5 GB", "is no size"),
+        ("1_000", "is no size"),
+        ("0x10", "is no size"),
+        ("--1", "is no size"),
+        ("1e999", "is no size"),
+        ("9" * 5000, "is no size"),
+        ("٣", "is no size"),  # a digit, but not an ASCII one
+        (b"8GiB", "is no size"),
+        ([1], "is no size"),
+        ("1.5", "no whole number of bytes"),
+        ("0.5 B", "no whole number of bytes"),
+        (1 << 63, "above 2**63 - 1"),
+        ("8 EiB", "above 2**63 - 1"),
+        ("1e99", "above 2**63 - 1"),
+    ],
+)
+def test_parse_bytes_refuses(value: object, reason: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_bytes(value, "OffloadConfig.max_host_bytes")
+    text = str(caught.value)
+    assert text.startswith("[OffloadConfig.max_host_bytes] ") and reason in text
+    assert repr(value) in text or len(repr(value)) > 80
+    assert "give" in text or "add a unit" in text
+    assert len(text) < 400
+
+
+def test_parse_bytes_takes_whatever_is_an_index() -> None:
+    numpy = pytest.importorskip("numpy")
+    assert parse_bytes(numpy.int64(5)) == 5
+    with pytest.raises(UsageError):
+        parse_bytes(numpy.array([1, 2]))
+    with pytest.raises(UsageError):
+        parse_bytes(numpy.bool_(True))
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        (MIB - 1, "1.0 MiB"),
+        (2 * GIB, "2.0 GiB"),
+        ((1 << 63) - 1, "8.0 EiB"),
+        (-1536, "-1.5 KiB"),
+    ],
+)
+def test_format_bytes(nbytes: int, text: str) -> None:
+    assert format_bytes(nbytes) == text
+
+
+@given(st.integers(0, (1 << 63) - (1 << 59)))
+def test_format_then_parse_is_near(nbytes: int) -> None:
+    text = format_bytes(nbytes)
+    parsed = parse_bytes(text)
+    assert abs(parsed - nbytes) <= nbytes // 19  # half of a tenth, of at least 1.0
+    assert format_bytes(parsed) == text
+
+
+@given(st.integers(0, (1 << 63) - 1))
+def test_whole_bytes_are_exact(nbytes: int) -> None:
+    spellings: tuple[object, ...] = (nbytes, str(nbytes), f"{nbytes} B", f" {nbytes}b ")
+    assert all(parse_bytes(spelling) == nbytes for spelling in spellings)
+
+
+@given(
+    st.decimals(0, 8000, places=3),
+    st.sampled_from(list(enumerate("kmgtp", start=1))),
+    st.sampled_from(["", " "]),
+    st.booleans(),
+)
+def test_units_are_exact(number: object, unit: tuple[int, str], blank: str, upper: bool) -> None:
+    power, letter = unit
+    letter = letter.upper() if upper else letter
+    thousandths = int(str(number).replace(".", ""))
+    for suffix, base in (("", 1024), ("i", 1024), ("iB", 1024), ("B", 1000)):
+        text = f"{number}{blank}{letter}{suffix}"
+        if (expected := thousandths * base**power // 1000) < 1 << 63:
+            assert parse_bytes(text) == expected
+
+
+@given(st.text(max_size=20) | st.floats() | st.integers())
+def test_parse_bytes_gives_bytes_or_a_usage_error(value: object) -> None:
+    try:
+        assert 0 <= parse_bytes(value) < 1 << 63
+    except UsageError as error:
+        assert str(error).startswith("[parse_bytes] ")
+
+
+# --- fields
+
+
+def test_fields_and_their_order() -> None:
+    assert [item.name for item in dataclasses.fields(OffloadConfig)] == FIELDS
+
+
+def test_everything_has_a_default() -> None:
+    made = OffloadConfig.from_options()
+    assert made == OffloadConfig()
+    assert made == OffloadConfig.from_options(**dict.fromkeys(FIELDS))
+    assert (made.only, made.on_inplace, made.tune_malloc) == ("saved", "error", True)
+    assert (made.group_swap, made.allow_tmpfs) == (False, False)
+
+
+def test_frozen_and_replaceable() -> None:
+    made = OffloadConfig(min_bytes="1MiB")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        made.min_bytes = 1  # type: ignore[misc]
+    assert dataclasses.replace(made, only="layer_inputs").min_bytes == MIB
+    with pytest.raises(UsageError):
+        dataclasses.replace(made, min_bytes=-1)
+    assert pickle.loads(pickle.dumps(made)) == made
+
+
+def test_the_constructor_checks_too_and_reads_no_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("EBBTIDE_MIN_BYTES", "1")
+    assert OffloadConfig().min_bytes is None
+    with pytest.raises(UsageError, match=r"\[OffloadConfig.only\] 'all'"):
+        OffloadConfig(only="all")
+
+
+@pytest.mark.parametrize("name", SIZES.split())
+def test_sizes(name: str) -> None:
+    assert getattr(OffloadConfig.from_options(**{name: "2KiB"}), name) == 2 * KIB
+    assert getattr(OffloadConfig.from_options(**{name: 0}), name) == 0
+    assert refusal(**{name: "many"}).startswith(f"[OffloadConfig.{name}] 'many' is no size: give ")
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"only": "all"}, ["[OffloadConfig.only]", "'all'", '"saved" or "layer_inputs"']),
+        ({"only": 3}, ["[OffloadConfig.only]", "3", '"saved" or "layer_inputs"']),
+        ({"on_inplace": "warn"}, ["[OffloadConfig.on_inplace]", "'warn'", '"error" or "saved"']),
+        ({"allow_tmpfs": 1}, ["[OffloadConfig.allow_tmpfs]", "1", "give True or False"]),
+        ({"tune_malloc": "maybe"}, ["[OffloadConfig.tune_malloc]", "'maybe'", "True or False"]),
+        ({"policy": "MUST_SWAP"}, ["[OffloadConfig.policy]", "'MUST_SWAP'", "CheckpointPolicy"]),
+        ({"device": "cuda:x"}, ["[OffloadConfig.device]", "'cuda:x'", '"cuda"']),
+        ({"device": 0}, ["[OffloadConfig.device]", "0", '"cuda"']),
+        ({"to": "hots"}, ["[OffloadConfig.to]", "'hots'", '"host"', '"disk"', "directory"]),
+        ({"to": Path("absent")}, ["[OffloadConfig.to]", "absent", '"host"', "separator"]),
+        ({"to": ""}, ["[OffloadConfig.to]", "''", '"host"']),
+        ({"to": 7}, ["[OffloadConfig.to]", "7", '"host"']),
+        ({"to": b"/tmp"}, ["[OffloadConfig.to]", "b'/tmp'", '"host"']),
+        ({"keep_last_groups": -1}, ["[OffloadConfig.keep_last_groups]", "-1", "whole number"]),
+        ({"prefetch_groups": True}, ["[OffloadConfig.prefetch_groups]", "True", "whole number"]),
+        ({"max_device_memory": "x"}, ["[OffloadConfig.max_device_memory]", "'x'", "give bytes"]),
+        ({"max_slowdown": "slow"}, ["[OffloadConfig.max_slowdown]", "'slow'", "give a number"]),
+        ({"max_slowdown": math.nan}, ["[OffloadConfig.max_slowdown]", "nan", "give a number"]),
+    ],
+)
+def test_wrong_values(options: dict[str, object], parts: list[str]) -> None:
+    text = refusal(**options)
+    assert text.startswith(parts[0])
+    for part in parts:
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("option", "hints"),
+    [
+        ("min_byte", ["min_bytes"]),
+        ("max_hostbytes", ["max_host_bytes"]),
+        ("keep_last", ["keep_last_bytes", "keep_last_groups"]),
+        ("zzz", FIELDS),
+    ],
+)
+def test_unknown_options(option: str, hints: list[str]) -> None:
+    text = refusal(**{option: 1})
+    assert text.startswith(f"[OffloadConfig.from_options] unknown option '{option}': ")
+    for hint in hints:
+        assert hint in text
+
+
+@pytest.mark.parametrize("what", ["keep_last", "prefetch"])
+def test_options_that_exclude_each_other(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = refusal(**{f"{what}_bytes": 5, f"{what}_groups": 2})
+    assert text == (
+        f"[OffloadConfig.{what}_bytes] 5 given, and OffloadConfig.{what}_groups 2 too: "
+        f"they exclude each other, give {what}_bytes or {what}_groups"
+    )
+    monkeypatch.setenv(f"EBBTIDE_{what.upper()}_GROUPS", "2")
+    assert f"EBBTIDE_{what.upper()}_GROUPS 2" in refusal(**{f"{what}_bytes": 5})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "default"),
+    [
+        ("keep_last_groups", 1, None),
+        ("prefetch_groups", 1, None),
+        ("group_swap", True, False),
+        ("max_device_memory", "40GiB", None),
+        ("max_slowdown", 1.1, None),
+    ],
+)
+def test_options_of_later_releases(
+    name: str, value: object, default: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ending = f"{name} is not available in this release: leave it at {default}"
+    text = refusal(**{name: value})
+    assert text.startswith(f"[OffloadConfig.{name}] ") and text.endswith(ending)
+    OffloadConfig.from_options(**{name: default})
+    monkeypatch.setenv(f"EBBTIDE_{name.upper()}", str(value))
+    text = refusal()
+    assert text.startswith(f"[EBBTIDE_{name.upper()}] ") and text.endswith(ending)
+
+
+def test_errors_are_value_errors() -> None:
+    assert issubclass(UsageError, ValueError) and issubclass(UsageError, EbbtideError)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", "cpu", "npu", "Ascend"])
+def test_devices(device: str) -> None:
+    assert OffloadConfig(device=device).device == device
+
+
+def test_a_frameworks_device_object() -> None:
+    torch = pytest.importorskip("torch")
+    assert OffloadConfig(device=torch.device("cuda", 1)).device == "cuda:1"
+    with pytest.raises(UsageError, match=r"\[OffloadConfig.device\]"):
+        OffloadConfig(device=torch.zeros(1))
+
+
+def test_policy_is_kept() -> None:
+    def policy(tensor: object) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SWAP
+
+    assert OffloadConfig.from_options(policy=policy).policy is policy
+
+
+# --- environment
+
+
+@pytest.mark.parametrize("field", [name for name in FIELDS if name != "policy"])
+def test_environment_names(field: str) -> None:
+    assert environment_name(field) == f"EBBTIDE_{field.upper()}"
+
+
+def test_policy_has_no_environment_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EBBTIDE_POLICY", "anything")
+    assert environment_name("policy") is None
+    assert OffloadConfig.from_options().policy is None
+
+
+@pytest.mark.parametrize(
+    ("field", "text", "value"),
+    [
+        ("to", "cpu", "host"),
+        ("to", "NVMe", "disk"),
+        ("to", "/spill", Path("/spill")),
+        ("device", "cuda:1", "cuda:1"),
+        ("min_bytes", "1MiB", MIB),
+        ("keep_last_bytes", "0", 0),
+        ("prefetch_bytes", "1k", KIB),
+        ("in_flight_bytes", "7", 7),
+        ("max_host_bytes", " 8GiB ", 8 * GIB),
+        ("max_disk_bytes", "1TB", 10**12),
+        ("only", "layer_inputs", "layer_inputs"),
+        ("on_inplace", "SAVED", "saved"),
+        ("allow_tmpfs", "1", True),
+        ("allow_tmpfs", "off", False),
+        ("tune_malloc", "no", False),
+        ("tune_malloc", "True", True),
+        ("group_swap", "false", False),
+    ],
+)
+def test_environment_values(
+    field: str, text: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"EBBTIDE_{field.upper()}", text)
+    assert getattr(OffloadConfig.from_options(), field) == value
+
+
+def test_argument_over_environment_over_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EBBTIDE_MIN_BYTES", "10")
+    monkeypatch.setenv("EBBTIDE_TUNE_MALLOC", "0")
+    assert OffloadConfig.from_options(min_bytes=5).min_bytes == 5
+    assert OffloadConfig.from_options(min_bytes=0).min_bytes == 0
+    assert OffloadConfig.from_options(min_bytes=None).min_bytes == 10
+    assert OffloadConfig.from_options(tune_malloc=True).tune_malloc is True
+    monkeypatch.setenv("EBBTIDE_MIN_BYTES", " ")
+    assert OffloadConfig.from_options().min_bytes is None
+
+
+@pytest.mark.parametrize("field", [name for name in FIELDS if name != "policy"])
+def test_errors_name_the_variable(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(f"EBBTIDE_{field.upper()}", "?!")
+    assert refusal().startswith(f"[EBBTIDE_{field.upper()}] '?!' ")
+
+
+# --- where to
+
+
+@pytest.mark.parametrize(
+    ("to", "kept"),
+    [
+        ("host", "host"),
+        ("CPU", "host"),
+        ("disk", "disk"),
+        ("nvme", "disk"),
+        ("/some/where", Path("/some/where")),
+        ("~/spill", Path.home() / "spill"),
+        (Path("/x/../y"), Path("/y")),
+    ],
+)
+def test_to(to: str | Path, kept: object) -> None:
+    made = OffloadConfig.from_options(to=to)
+    assert made.to == kept
+    assert dataclasses.replace(made) == made
+
+
+def test_directories_are_kept_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "spill").mkdir()
+    (tmp_path / "host").mkdir()
+    assert OffloadConfig(to="spill").to == tmp_path / "spill"
+    assert OffloadConfig(to="./later").to == tmp_path / "later"
+    assert OffloadConfig(to="host").to == "host"
+    assert OffloadConfig(to=Path("host")).to == tmp_path / "host"
+
+
+# --- resolve
+
+
+@pytest.fixture
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A temporary directory that counts as a disk, whatever this machine has."""
+    mounts = tmp_path / "mounts"
+    mounts.write_text("disk / ext4 rw 0 0\n")
+    monkeypatch.setattr(config, "_MOUNTS", mounts)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A temporary directory that counts as memory, as does everything else."""
+    mounts = tmp_path / "mounts"
+    mounts.write_text("none / tmpfs rw 0 0\n")
+    monkeypatch.setattr(config, "_MOUNTS", mounts)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_defaults_on_an_accelerator() -> None:
+    resolved = OffloadConfig().resolve("cuda", True, 80 * GIB)
+    assert (resolved.device_type, resolved.tier, resolved.directory) == ("cuda", "host", None)
+    assert resolved.min_bytes == 256 * KIB
+    assert resolved.keep_last_bytes == 128 * MIB
+    assert resolved.prefetch_bytes == 256 * MIB
+    assert resolved.in_flight_bytes == GIB
+    assert resolved.max_disk_bytes is None
+    assert (resolved.only, resolved.on_inplace) == ("saved", "error")
+    assert (resolved.allow_tmpfs, resolved.tune_malloc) == (False, True)
+
+
+def test_defaults_for_cpu_tensors(disk: Path) -> None:
+    resolved = OffloadConfig().resolve("cpu", False, 0)
+    assert (resolved.tier, resolved.directory) == ("disk", disk)
+    assert resolved.min_bytes == 64 * KIB
+    assert resolved.keep_last_bytes == 32 * MIB
+    assert resolved.prefetch_bytes == 64 * MIB
+    assert resolved.in_flight_bytes == 64 * MIB
+
+
+@pytest.mark.parametrize(
+    ("total", "in_flight"), [(80 * GIB, GIB), (5 * GIB, GIB // 2), (1000, 100), (0, GIB)]
+)
+def test_in_flight_is_a_share_of_the_device(total: int, in_flight: int) -> None:
+    assert OffloadConfig().resolve("cuda", True, total).in_flight_bytes == in_flight
+
+
+@pytest.mark.parametrize("accelerator", [True, False])
+@pytest.mark.parametrize("to", ["host", "disk"])
+def test_the_tier_decides_min_bytes(accelerator: bool, to: str, disk: Path) -> None:
+    resolved = OffloadConfig(to=to).resolve("x", accelerator, GIB)
+    assert resolved.tier == to
+    assert resolved.min_bytes == (256 if to == "host" else 64) * KIB
+
+
+def test_what_was_asked_for_is_used(disk: Path) -> None:
+    sizes = {name: number for number, name in enumerate(SIZES.split())}
+    made = OffloadConfig.from_options(
+        to=disk, only="layer_inputs", on_inplace="saved", tune_malloc=False, **sizes
+    )
+    resolved = dataclasses.asdict(made.resolve("cuda", True, GIB))
+    assert {name: resolved[name] for name in sizes} == sizes
+    assert (resolved["tier"], resolved["directory"]) == ("disk", disk)
+    assert (resolved["only"], resolved["on_inplace"]) == ("layer_inputs", "saved")
+    assert resolved["tune_malloc"] is False
+
+
+def test_max_host_bytes_comes_from_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "default_max_host_bytes", lambda: 77)
+    assert OffloadConfig().resolve("cuda", True, GIB).max_host_bytes == 77
+    assert OffloadConfig(max_host_bytes=5).resolve("cuda", True, GIB).max_host_bytes == 5
+
+
+def test_an_absent_directory(disk: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        OffloadConfig(to=disk / "absent/").resolve("cuda", True, GIB)
+    text = str(caught.value)
+    assert text.startswith(f"[OffloadConfig.to] {disk / 'absent'} does not exist: create it")
+    assert not (disk / "absent").exists()
+
+
+def test_a_file_is_no_directory(disk: Path) -> None:
+    (disk / "file").touch()
+    with pytest.raises(UsageError, match="file is not a directory: create it or give"):
+        OffloadConfig(to=disk / "file").resolve("cuda", True, GIB)
+
+
+def test_a_directory_that_cannot_be_written(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(UsageError, match="is not writable: create it or give"):
+        OffloadConfig(to=disk).resolve("cuda", True, GIB)
+
+
+def test_a_directory_in_memory(memory: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        OffloadConfig(to=memory).resolve("cuda", True, GIB)
+    text = str(caught.value)
+    assert text.startswith(f"[OffloadConfig.to] {memory} is in memory (tmpfs), not on a disk: ")
+    assert text.endswith("set allow_tmpfs")
+    allowed = OffloadConfig(to=memory, allow_tmpfs=True).resolve("cuda", True, GIB)
+    assert (allowed.directory, allowed.allow_tmpfs) == (memory, True)
+
+
+# --- the default directory
+
+
+def test_candidates_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    temporary, current = tmp_path / "temporary", tmp_path / "current"
+    temporary.mkdir()
+    current.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.chdir(current)
+    in_memory = [("/", "ext4"), (str(temporary), "tmpfs")]
+    assert default_disk_directory(mounts=[("/", "ext4")]) == temporary
+    assert default_disk_directory(mounts=in_memory) == Path("/var/tmp")
+    in_memory += [("/var", "ramfs")]
+    assert default_disk_directory(mounts=in_memory) == current
+    in_memory += [(str(current), "tmpfs")]
+    with pytest.raises(UsageError) as caught:
+        default_disk_directory(mounts=in_memory)
+    text = str(caught.value)
+    assert text.startswith("[OffloadConfig.to] no directory for the disk tier (")
+    for part in (f"{temporary} is in memory (tmpfs)", "/var/tmp is in memory (ramfs)"):
+        assert part in text
+    assert text.endswith("give to=<a directory on a disk>, or set allow_tmpfs")
+    assert default_disk_directory(True, in_memory) == temporary
+    temporary.rmdir()
+    assert default_disk_directory(True, in_memory) == Path("/var/tmp")
+
+
+def test_a_removed_current_directory_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    def removed() -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(tempfile, "gettempdir", removed)
+    monkeypatch.setattr(os, "getcwd", removed)
+    assert default_disk_directory(mounts=[("/", "ext4")]) == Path("/var/tmp")
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/a", "ext4"),
+        ("/mnt", "xfs"),  # mounted later, over the tmpfs
+        ("/mnt/x", "xfs"),
+        ("/mntx", "ext4"),
+        ("/mnt/x y/z", "tmpfs"),
+    ],
+)
+def test_file_systems(
+    path: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(
+        "d / ext4 rw 0 0\nn /mnt tmpfs rw 0 0\nd /mnt xfs rw 0 0\nn /mnt/x\\040y tmpfs rw 0 0\n"
+    )
+    monkeypatch.setattr(config, "_MOUNTS", mounts)
+    assert config._file_system(Path(path), config._read_mounts()) == kind
+
+
+def test_mounts_where_there_is_no_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "_MOUNTS", tmp_path / "absent")
+    assert all(len(mount) == 2 for mount in config._read_mounts())
+
+
+# --- the package
+
+
+def test_what_the_package_exports() -> None:
+    assert ebbtide.__version__ == "0.1.0"
+    for name in ebbtide.__all__:
+        assert hasattr(ebbtide, name)
+
+
+def test_import_loads_no_framework() -> None:
+    script = (
+        "import sys, ebbtide, ebbtide.report\n"
+        "assert not {'torch', 'mindspore', 'numpy'} & set(sys.modules), sorted(sys.modules)"
+    )
+    path = str(Path(ebbtide.__file__).parents[1])
+    environ = {**os.environ, "PYTHONPATH": path}
+    subprocess.run([sys.executable, "-c", script], check=True, env=environ)
