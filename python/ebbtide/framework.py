@@ -72,6 +72,8 @@ class Framework(Protocol):
     def storage(self, tensor: Tensor) -> Storage:
         """The storage; the returned object keeps it alive."""
 
+    def storage_bytes(self, storage: Storage) -> int: ...
+
     def storage_ref(self, storage: Storage) -> StorageRef: ...
 
     def weak(self, storage: Storage) -> Weak:

@@ -124,6 +124,7 @@ class Session:
         self._layer_inputs_only = options.only == "layer_inputs"
         self._use_saved_copy = options.on_inplace == "saved"
         self._tier = options.tier
+        self._min_bytes = options.min_bytes
         self._file: _core.SpillFile | None = None
         if options.directory is not None and options.tier == "disk":
             self._file = process.spill_file(options.directory, options.allow_tmpfs)
@@ -175,6 +176,10 @@ class Session:
             forced = wants_offload(self._policy(tensor))
             if not forced:
                 reason = KeepReason.POLICY
+        if reason is None and not forced:
+            # The engine would say so too; most tensors of a small model end here, so spare them the description.
+            if framework.storage_bytes(framework.storage(tensor)) < self._min_bytes:
+                reason = KeepReason.SMALL
         if reason is not None:
             self._engine.kept(reason, framework.nbytes(tensor))
             return self._keep(tensor, reason)

@@ -19,6 +19,7 @@ _ALIGNMENT_BYTES = 512
 _MAX_VIEW_KINDS = 4  # conj and neg bits
 
 _is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 _use_count = getattr(torch._C, "_storage_Use_Count", None)
 _graph_task_id = getattr(torch._C, "_current_graph_task_id", None)
 
@@ -60,13 +61,15 @@ class TorchFramework:
         base = tensor._base
         if base is not None and is_weight(base):
             return KeepReason.PARAMETER
-        if _is_functorch_wrapped(tensor) or tensor.layout is not torch.strided or tensor.is_quantized:
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
             return KeepReason.UNSUPPORTED
-        if tensor.device.type != self.device_type:
+        if _is_functorch_wrapped(tensor):
+            return KeepReason.UNSUPPORTED
+        if not tensor.is_cpu if self._is_cpu else tensor.device.type != self.device_type:
             return KeepReason.DEVICE
         if weights.holds(tensor.untyped_storage()):
             return KeepReason.PARAMETER
-        if torch.is_autocast_enabled(self.device_type) and is_weight_cast(base if base is not None else tensor):
+        if _is_any_autocast_enabled() and is_weight_cast(tensor if base is None else base):
             return KeepReason.PARAMETER_CAST
         if tensor.numel() == 0:
             return KeepReason.SMALL
@@ -102,6 +105,9 @@ class TorchFramework:
 
     def storage(self, tensor: torch.Tensor) -> torch.UntypedStorage:
         return tensor.untyped_storage()
+
+    def storage_bytes(self, storage: torch.UntypedStorage) -> int:
+        return storage.nbytes()
 
     def storage_ref(self, storage: torch.UntypedStorage) -> StorageRef:
         device = 0 if self._is_cpu else storage.device.index
@@ -169,7 +175,7 @@ class TorchFramework:
         if tensor.requires_grad and tensor.is_leaf:
             # No graph hangs at a leaf, and whoever swaps a parameter's data wants backward to see the new data.
             return tensor
-        if reason == KeepReason.SMALL and tensor.numel() == 0:
+        if reason is KeepReason.SMALL and tensor.numel() == 0:
             # A view without elements must not pin the storage it came from.
             empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
             return self._emptied(tensor, _with_bits(empty, tensor.is_conj(), tensor.is_neg()))
