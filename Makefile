@@ -42,10 +42,12 @@ test: lint test-cpp test-cpp-sanitize stubs-check typecheck test-python ## All c
 test-full: PYTEST_OPTIONS :=
 test-full: lint test-cpp test-cpp-sanitize test-cpp-thread stubs-check typecheck test-python ## `make test`, thread sanitizer and slow tests
 
-bench: $(VENV)/.build-deps ## Build and run the C++ benchmarks
+bench: build $(VENV)/.torch $(VENV)/.demo-deps ## Benchmarks: core, host time per saved tensor, the demo in pairs
 	tools/system_packages.sh benchmark
 	$(call cmake_build,bench,-DCMAKE_BUILD_TYPE=Release -DEBBTIDE_BUILD_BENCHMARKS=ON)
 	$(BUILD)/bench/benchmarks/ebbtide_benchmarks
+	$(BIN)/python benchmarks/host_time.py
+	$(BIN)/python benchmarks/demo_pairs.py
 
 ##@ Parts
 
