@@ -98,6 +98,11 @@ std::shared_ptr<SpillFile> make_file() {
   return std::make_shared<SpillFile>(::testing::TempDir(), SpillOptions{.allow_tmpfs = true, .keep_free_bytes = 0});
 }
 
+// Gives a call that should block, and does not, the time to be found out. No test needs it to pass.
+void give_way() {
+  for (int turn = 0; turn < 1000; ++turn) std::this_thread::yield();
+}
+
 ErrorKind kind_of(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
@@ -239,7 +244,7 @@ TEST(HostExecutor, WaitWaitsForACopyThatAWorkerHas) {
     EXPECT_TRUE(executor.has_completions());
   });
   waiting.wait();
-  for (int turn = 0; turn < 100; ++turn) std::this_thread::yield();  // gives a wait that returns early the time to
+  give_way();
   gate.open();
   waiter.join();
   EXPECT_EQ(pop_all(executor), std::vector{CopyId{1}});
@@ -271,7 +276,7 @@ TEST(HostExecutor, SubmitBlocksWhileTheQueueIsFull) {
     EXPECT_TRUE(gate.is_open());
   });
   submitting.wait();
-  for (int turn = 0; turn < 100; ++turn) std::this_thread::yield();  // gives a submit that does not block the time to
+  give_way();
   EXPECT_EQ(executor.pending(), 3u);
   gate.open();
   submitter.join();
@@ -400,11 +405,71 @@ TEST(HostExecutor, ShutdownWaitsForACopyThatAWaitRuns) {
   std::thread waiter([&] { executor.wait(CopyId{2}); });
   entered.wait();
   gate.open();
-  std::thread leaver([&] { leave.count_down(); });
+  std::thread leaver([&] {
+    give_way();
+    leave.count_down();
+  });
   executor.shutdown();
   EXPECT_EQ(executor.pending(), 0u);
   leaver.join();
   waiter.join();
+}
+
+TEST(HostExecutor, ClientsMayUseTheSameCopyIds) {
+  HostExecutor executor;
+  const auto one = std::make_shared<CompletionQueue>();
+  const auto two = std::make_shared<CompletionQueue>();
+  HostCopy copy(1);
+  executor.submit(copy.id, copy.plan(), nullptr, one);
+  executor.submit(copy.id, {{{Tier::kFile}, place_of(copy.dst), 10}}, nullptr, two);
+  executor.wait(copy.id, *one);
+  executor.wait(copy.id, *two);
+  const auto good = one->pop();
+  const auto failed = two->pop();
+  ASSERT_TRUE(good && failed);
+  EXPECT_EQ(good->error, nullptr);
+  EXPECT_TRUE(failed->error);
+  EXPECT_TRUE(copy.done());
+  EXPECT_FALSE(one->ready() || two->ready());
+  expect_usage_error([&] { executor.submit(copy.id, {}, nullptr, nullptr); });
+}
+
+TEST(HostExecutor, DrainRunsTheCopiesOfOneClient) {
+  Executor executor;
+  const auto other = std::make_shared<CompletionQueue>();
+  Gate gate(executor, CopyId{1});
+  std::vector<HostCopy> copies;
+  for (std::uint64_t id = 1; id <= 5; ++id) copies.emplace_back(id);
+  for (const auto& copy : copies) executor.HostExecutor::submit(copy.id, copy.plan(), nullptr, other);
+  executor.submit(CopyId{2}, {}, nullptr);
+  executor.drain(*other);  // returns though the worker is still held
+  for (const auto& copy : copies) {
+    EXPECT_TRUE(copy.done());
+    EXPECT_EQ(other->pop().value().copy, copy.id);
+  }
+  EXPECT_EQ(executor.pending(), 2u);
+}
+
+TEST(HostExecutor, DrainWaitsForACopyThatAWorkerHas) {
+  HostExecutor executor;
+  const auto queue = std::make_shared<CompletionQueue>();
+  std::latch entered(1);
+  std::latch leave(1);
+  executor.submit(CopyId{1}, {}, on_letting_go([&] {
+                    entered.count_down();
+                    leave.wait();
+                  }),
+                  queue);
+  entered.wait();
+  std::thread leaver([&] {
+    give_way();
+    leave.count_down();
+  });
+  executor.drain(*queue);
+  EXPECT_TRUE(queue->ready());
+  EXPECT_EQ(executor.pending(), 0u);
+  leaver.join();
+  executor.shutdown();
 }
 
 TEST(HostExecutor, ServesManyThreads) {
@@ -452,6 +517,11 @@ TEST(HostExecutor, ServesManyThreads) {
   ASSERT_EQ(popped.size(), 2u * kThreads * kCopies);
   for (std::size_t i = 0; i < popped.size(); ++i) EXPECT_EQ(popped[i], CopyId{i + 1});
   EXPECT_EQ(file->used_bytes(), 0u);
+}
+
+TEST(HostExecutor, RefusesACopyWithoutACompletionQueue) {
+  HostExecutor executor;
+  expect_usage_error([&] { executor.submit(CopyId{1}, {}, nullptr, nullptr); });
 }
 
 }  // namespace

@@ -14,14 +14,18 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <bit>
 #include <cerrno>
 #include <climits>
 #include <csignal>
 #include <cstddef>
+#include <cstdint>
+#include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <iterator>
 #include <numeric>
 #include <random>
 #include <string>
@@ -29,6 +33,16 @@
 #include <vector>
 
 #include "ebbtide/error.h"
+
+namespace {
+std::function<void()> before_ftruncate;
+}
+
+// Stands before the C library's, so that a test can step in between the two halves of a trim.
+extern "C" int ftruncate(int fd, off_t nbytes) noexcept {
+  if (before_ftruncate) before_ftruncate();
+  return static_cast<int>(::syscall(SYS_ftruncate, fd, nbytes));
+}
 
 namespace ebbtide {
 namespace {
@@ -494,6 +508,28 @@ TEST_F(SpillFileTest, ServesManyThreads) {
   for (auto& thread : threads) thread.join();
   EXPECT_EQ(file.used_bytes(), 0u);
   EXPECT_TRUE(file.trim());
+}
+
+TEST_F(SpillFileTest, TrimNeverCutsAWriteThatComesMeanwhile) {
+  SpillFile file(directory_, kAnywhere);
+  const auto block = file.allocate(5000, kNoLimit).value();
+  write(file, block, some_bytes(5000, 1));
+  file.free(block);
+  Block again;
+  std::atomic<bool> written = false;
+  std::thread writer;
+  before_ftruncate = [&] {
+    writer = std::thread([&] {
+      again = file.allocate(5000, kNoLimit).value();
+      write(file, again, some_bytes(5000, 2));
+      written = true;
+    });
+    for (int turn = 0; turn < 10'000 && !written; ++turn) std::this_thread::yield();
+  };
+  EXPECT_TRUE(file.trim());
+  before_ftruncate = nullptr;
+  writer.join();
+  EXPECT_EQ(read(file, again), some_bytes(5000, 2));
 }
 
 }  // namespace
