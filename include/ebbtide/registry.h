@@ -64,6 +64,7 @@ struct Entry {
   StorageRef restored_ref;
   ByteRanges restored_valid;      // bytes that it has, or will have after the load
   CopyId load{};                  // the copy that fills or filled restored_ref
+  EpochId restored_epoch{};       // the last one begun when it was allocated
   bool restored_held = false;     // the session keeps restored_ref alive
   bool unwanted = false;          // memory is short: let go of it as soon as it is loaded
   std::uint64_t guess_bytes = 0;  // > 0: loaded on a guess, nobody has asked yet

@@ -7,30 +7,19 @@ from __future__ import annotations
 
 import difflib
 import math
-import operator
 import os
 import re
-import reprlib
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from ebbtide.disk_directory import default_disk_directory, usable_directory
 from ebbtide.errors import UsageError
 from ebbtide.host_memory import default_max_host_bytes
+from ebbtide.sizes import SHOWN, parse_bytes
 
-__all__ = [
-    "OffloadConfig",
-    "Resolved",
-    "default_disk_directory",
-    "environment_name",
-    "format_bytes",
-    "parse_bytes",
-]
+__all__ = ["OffloadConfig", "Resolved", "environment_name"]
 
 _KIB = 1 << 10
 _MIB = 1 << 20
@@ -47,87 +36,6 @@ CPU_PREFETCH_BYTES = 64 * _MIB
 ACCELERATOR_IN_FLIGHT_BYTES = 1 * _GIB
 ACCELERATOR_IN_FLIGHT_DIVISOR = 10  # of device memory
 CPU_IN_FLIGHT_BYTES = 64 * _MIB
-
-_MAX_BYTES = (1 << 63) - 1
-
-# As GNU coreutils: K and KiB are 1024, KB is 1000.
-_UNITS = {"": 1, "b": 1}
-for _power, _letter in enumerate("kmgtpe", start=1):
-    _UNITS |= {_letter: 1024**_power, f"{_letter}i": 1024**_power, f"{_letter}ib": 1024**_power}
-    _UNITS[f"{_letter}b"] = 1000**_power
-
-_SIZE = re.compile(
-    r"(?P<sign>-?)(?P<number>(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d{1,2})?)\s*(?P<unit>[a-z]*)",
-    re.ASCII | re.IGNORECASE,
-)
-_SIZE_TEXT_LENGTH = 64  # longer ones are no sizes; bounds the arithmetic
-
-_SHOWN = reprlib.Repr()
-_SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 80
-
-
-def parse_bytes(value: object, place: str = "parse_bytes") -> int:
-    """Bytes of ``value``: a whole number, or text such as ``"8GiB"``, ``"1.5 GB"``, ``"64k"``.
-
-    KiB, MiB, GiB, TiB, PiB, EiB and their short forms K, Ki, M, … count in 1024; KB, MB, … in
-    1000; case does not matter. No unit means bytes. Fractions of a byte that a unit leaves are
-    dropped.
-
-    Raises:
-        UsageError: naming ``place`` and the value: negative, no size at all, a bool, not whole, or
-            above 2**63 - 1.
-    """
-    nbytes = _parse_size_text(value, place) if isinstance(value, str) else _whole(value, place)
-    if nbytes < 0:
-        raise UsageError(f"[{place}] {_SHOWN.repr(value)} is negative: give 0 or more bytes")
-    if nbytes > _MAX_BYTES:
-        raise UsageError(f"[{place}] {_SHOWN.repr(value)} is above 2**63 - 1 bytes: give less")
-    return nbytes
-
-
-def _parse_size_text(text: str, place: str) -> int:
-    stripped = text.strip()
-    match = _SIZE.fullmatch(stripped) if len(stripped) <= _SIZE_TEXT_LENGTH else None
-    unit = _UNITS.get(match["unit"].lower()) if match else None
-    if match is None or unit is None:
-        raise _no_size(text, place)
-    nbytes = Fraction(match["sign"] + match["number"]) * unit
-    if unit == 1 and nbytes.denominator != 1:
-        raise UsageError(
-            f"[{place}] {_SHOWN.repr(text)} is no whole number of bytes: "
-            "add a unit (KiB, MiB, GiB, …) or drop the fraction"
-        )
-    return math.floor(nbytes)
-
-
-def _whole(value: object, place: str) -> int:
-    if isinstance(value, float) and value.is_integer():  # false for nan and inf
-        return int(value)
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise _no_size(value, place)
-    try:
-        return operator.index(value)
-    except TypeError:  # arrays have __index__ and may refuse
-        raise _no_size(value, place) from None
-
-
-def _no_size(value: object, place: str) -> UsageError:
-    return UsageError(
-        f"[{place}] {_SHOWN.repr(value)} is no size: "
-        'give bytes as a whole number or text such as "8GiB", "1.5 GB" or "64k"'
-    )
-
-
-def format_bytes(nbytes: int) -> str:
-    """``nbytes`` for people, in units of 1024: ``"512 B"``, ``"1.5 KiB"``, ``"2.0 GiB"``."""
-    if abs(nbytes) < 1024:
-        return f"{nbytes} B"
-    amount = float(nbytes)
-    for unit in ("KiB", "MiB", "GiB", "TiB", "PiB"):
-        amount /= 1024
-        if abs(round(amount, 1)) < 1024:
-            return f"{amount:.1f} {unit}"
-    return f"{amount / 1024:.1f} EiB"
 
 
 def environment_name(field: str) -> str | None:
@@ -242,7 +150,7 @@ class OffloadConfig:
         if to == "disk":
             directory = default_disk_directory(self.allow_tmpfs)
         elif to != "host":
-            directory = _usable_directory(Path(to), self.allow_tmpfs)
+            directory = usable_directory(Path(to), self.allow_tmpfs)
 
         in_flight_bytes = CPU_IN_FLIGHT_BYTES
         if accelerator:
@@ -318,7 +226,7 @@ def _parse_to(value: object, place: str) -> str | Path:
         if is_path or os.path.isdir(expanded):
             return Path(os.path.abspath(expanded))
     raise UsageError(
-        f'[{place}] {_SHOWN.repr(value)} is no tier: give "host" (or "cpu"), "disk" (or "nvme"), '
+        f'[{place}] {SHOWN.repr(value)} is no tier: give "host" (or "cpu"), "disk" (or "nvme"), '
         'or a directory on a disk: an existing one, or a path with a separator such as "./spill"'
     )
 
@@ -329,7 +237,7 @@ def _parse_device(value: object, place: str) -> str:
     text = str(value).strip() if named else ""
     if not re.fullmatch(r"[A-Za-z_]\w*(:\d+)?", text, re.ASCII):
         raise UsageError(
-            f"[{place}] {_SHOWN.repr(value)} is no device: "
+            f"[{place}] {SHOWN.repr(value)} is no device: "
             'give a name such as "cuda", "npu:1" or "cpu"'
         )
     return text
@@ -340,7 +248,7 @@ def _parse_count(value: object, place: str) -> int:
     if isinstance(value, str) and value.strip().isdecimal():
         number = int(value)
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-        raise UsageError(f"[{place}] {_SHOWN.repr(value)} is no count: give a whole number from 0")
+        raise UsageError(f"[{place}] {SHOWN.repr(value)} is no count: give a whole number from 0")
     return number
 
 
@@ -352,7 +260,7 @@ def _parse_ratio(value: object, place: str) -> float:
         except (ValueError, OverflowError):
             pass
     if not math.isfinite(number) or number < 0:
-        raise UsageError(f"[{place}] {_SHOWN.repr(value)} is no ratio: give a number such as 1.1")
+        raise UsageError(f"[{place}] {SHOWN.repr(value)} is no ratio: give a number such as 1.1")
     return number
 
 
@@ -364,7 +272,7 @@ def _parse_bool(value: object, place: str) -> bool:
         return True
     if word in ("0", "false", "no", "off"):
         return False
-    raise UsageError(f"[{place}] {_SHOWN.repr(value)} is no boolean: give True or False")
+    raise UsageError(f"[{place}] {SHOWN.repr(value)} is no boolean: give True or False")
 
 
 def _parse_choice(*choices: str) -> Callable[[object, str], str]:
@@ -372,7 +280,7 @@ def _parse_choice(*choices: str) -> Callable[[object, str], str]:
         word = value.strip().lower() if isinstance(value, str) else None
         if word not in choices:
             allowed = " or ".join(f'"{choice}"' for choice in choices)
-            raise UsageError(f"[{place}] {_SHOWN.repr(value)} is not known: give {allowed}")
+            raise UsageError(f"[{place}] {SHOWN.repr(value)} is not known: give {allowed}")
         return word
 
     return parse
@@ -381,7 +289,7 @@ def _parse_choice(*choices: str) -> Callable[[object, str], str]:
 def _parse_policy(value: object, place: str) -> Callable[[Any], object]:
     if not callable(value):
         raise UsageError(
-            f"[{place}] {_SHOWN.repr(value)} cannot be called: "
+            f"[{place}] {SHOWN.repr(value)} cannot be called: "
             "give a function that takes a tensor and returns a CheckpointPolicy"
         )
     return value
@@ -447,106 +355,4 @@ def _unknown_option(option: str, names: Iterable[str]) -> UsageError:
     names = list(names)
     close = difflib.get_close_matches(option, names, n=3)
     hint = f"did you mean {' or '.join(close)}?" if close else f"options are {', '.join(names)}"
-    return UsageError(f"[OffloadConfig.from_options] unknown option {_SHOWN.repr(option)}: {hint}")
-
-
-# --- directories of the disk tier
-
-_IN_MEMORY = frozenset({"tmpfs", "ramfs"})
-_MOUNTS = Path("/proc/self/mounts")
-
-
-def default_disk_directory(
-    allow_tmpfs: bool = False, mounts: Iterable[tuple[str, str]] | None = None
-) -> Path:
-    """A writable directory on a disk: the temporary one, ``/var/tmp`` or the current one.
-
-    The first that fits. With ``allow_tmpfs``, one in memory is taken where none is on a disk.
-    ``mounts`` are (mount point, file system) pairs in the order of mounting; read from the system
-    by default.
-
-    Raises:
-        UsageError: there is none.
-    """
-    mounts = _read_mounts() if mounts is None else list(mounts)
-    refused: list[str] = []
-    in_memory: list[Path] = []
-    for candidate in _candidates():
-        reason = _unusable(candidate)
-        if reason is None:
-            kind = _file_system(candidate, mounts)
-            if kind not in _IN_MEMORY:
-                return candidate
-            in_memory.append(candidate)
-            reason = f"is in memory ({kind})"
-        refused.append(f"{candidate} {reason}")
-    if allow_tmpfs and in_memory:
-        return in_memory[0]
-    raise UsageError(
-        f"[OffloadConfig.to] no directory for the disk tier ({', '.join(refused) or 'none exists'})"
-        ": give to=<a directory on a disk>, or set allow_tmpfs"
-    )
-
-
-def _candidates() -> list[Path]:
-    found: list[Path] = []
-    sources: tuple[Callable[[], str], ...] = (tempfile.gettempdir, lambda: "/var/tmp", os.getcwd)
-    for source in sources:
-        try:
-            path = Path(source())
-        except OSError:  # no temporary directory at all, or the current one was removed
-            continue
-        if path not in found:
-            found.append(path)
-    return found
-
-
-def _usable_directory(directory: Path, allow_tmpfs: bool) -> Path:
-    reason = _unusable(directory)
-    if reason is not None:
-        raise UsageError(
-            f"[OffloadConfig.to] {directory} {reason}: "
-            "create it or give a directory you can write to"
-        )
-    if not allow_tmpfs and (kind := _file_system(directory, _read_mounts())) in _IN_MEMORY:
-        raise UsageError(
-            f"[OffloadConfig.to] {directory} is in memory ({kind}), not on a disk: "
-            "give a directory on a disk or set allow_tmpfs"
-        )
-    return directory
-
-
-def _unusable(directory: Path) -> str | None:
-    """Why no file can be made in ``directory``; None when one can."""
-    if not os.path.lexists(directory):
-        return "does not exist"
-    if not os.path.isdir(directory):
-        return "is not a directory"
-    if not os.access(directory, os.W_OK | os.X_OK):
-        return "is not writable"
-    return None
-
-
-def _file_system(directory: Path, mounts: Iterable[tuple[str, str]]) -> str:
-    """The type of the file system that holds ``directory``; empty where it is not known."""
-    real = os.path.realpath(directory)
-    best, kind = "", ""
-    for point, file_system in mounts:
-        # Of two mounts at one point the later covers the earlier.
-        if len(point) >= len(best) and (real + "/").startswith(point.rstrip("/") + "/"):
-            best, kind = point, file_system
-    return kind
-
-
-def _read_mounts() -> list[tuple[str, str]]:
-    try:
-        text = _MOUNTS.read_text(encoding="utf-8", errors="surrogateescape")
-    except OSError:  # not Linux
-        return [(part.mountpoint, part.fstype) for part in psutil.disk_partitions(all=True)]
-    rows = (line.split(" ") for line in text.splitlines())
-    return [(_unescape(row[1]), row[2]) for row in rows if len(row) > 2]
-
-
-def _unescape(point: str) -> str:
-    """Undoes the octal escapes of blank, tab, newline and backslash."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), point)
+    return UsageError(f"[OffloadConfig.from_options] unknown option {SHOWN.repr(option)}: {hint}")

@@ -15,6 +15,7 @@ from ebbtide.framework import Framework, Tensor, Weights
 from ebbtide.report import Stats, metrics, render_report
 from ebbtide.session import Kept, Session, Ticket
 
+
 class Scope:
     """One entry of the context on one thread."""
 
@@ -22,15 +23,20 @@ class Scope:
         self._session = session
         self._weights = weights
         self._epoch = session.begin_epoch()
+        self._left = False
         self._hooks: AbstractContextManager[Any] = framework.saved_tensor_hooks(self.pack, session.unpack)
 
     def pack(self, tensor: Tensor) -> Kept | Ticket:
+        if self._left:
+            # Frameworks restore the hooks that a backward began with: left inside one, they stay.
+            return self._session.keep(tensor)
         return self._session.pack(tensor, self._epoch, self._weights)
 
     def enter(self) -> None:
         self._hooks.__enter__()
 
     def exit(self) -> None:
+        self._left = True
         self._hooks.__exit__(None, None, None)
         self._session.end_epoch(self._epoch)
 

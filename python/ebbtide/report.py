@@ -11,7 +11,7 @@ from rich.box import Box
 from rich.console import Console
 from rich.table import Table
 
-from ebbtide.config import format_bytes
+from ebbtide.sizes import format_bytes
 
 __all__ = ["KEEP_REASONS", "Stats", "metrics", "render_report"]
 

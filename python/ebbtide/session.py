@@ -17,10 +17,20 @@ from typing import Any
 
 from ebbtide import _core, process
 from ebbtide._core import CommandKind, KeepReason, RestoreOutcome, SaveOutcome
-from ebbtide.config import Resolved, format_bytes
+from ebbtide.config import Resolved
 from ebbtide.errors import DeviceError, InplaceModificationError
-from ebbtide.framework import Framework, Storage, StorageRef, Tensor, ViewMeta, Weak, Weights, Witness
+from ebbtide.framework import (
+    Framework,
+    Storage,
+    StorageRef,
+    Tensor,
+    ViewMeta,
+    Weak,
+    Weights,
+    Witness,
+)
 from ebbtide.policy import wants_offload
+from ebbtide.sizes import format_bytes
 
 _KEPT = int(SaveOutcome.KEPT)
 _NEW = int(SaveOutcome.NEW)
@@ -32,6 +42,8 @@ _NO_LIMIT = (1 << 64) - 1
 
 # A probe of a storage that another thread is just saving: look again later.
 _HELD = (1, True, True)
+# The storage could not be looked at: it stays on the device.
+_UNKNOWN = (1, False, True)
 
 
 class Kept:
@@ -48,11 +60,10 @@ class StorageEntry:
     """The framework's objects behind one entry of the engine."""
 
     __slots__ = (
-        "counter_owner",
-        "lease",
-        "load",
-        "load_error",
-        "loaded",
+        "arriving",
+        "last_witness",
+        "leases",
+        "load_errors",
         "ref",
         "restored",
         "restored_weak",
@@ -65,16 +76,22 @@ class StorageEntry:
         self.storage_id = storage_id
         self.ref = ref
         self.weak = weak
-        self.lease: Storage | None = None
-        self.restored: Storage | None = None
+        # Any thread may run the engine's commands, and late: a release takes away what it is about, not what came after.
+        # So there is one item per lease, and a restored storage goes by the copy that fills it.
+        self.leases: list[Storage] = []
+        self.restored: dict[int, Storage] = {}
         self.restored_weak: Weak | None = None
-        self.load = 0  # the copy that fills the restored storage
-        self.loaded = 0  # the last such copy that was reported
-        self.load_error: BaseException | None = None
+        self.arriving: Storage | None = None  # memory for a copy that has not begun
+        self.load_errors: dict[int, BaseException] = {}
         # One witness per in-place counter seen, with the counter's value; dead tickets' witnesses stay: a write through
         # any of them changes the content for all.
         self.witnesses: list[tuple[Witness, int]] = []
-        self.counter_owner: weakref.ref[Any] | None = None
+        self.last_witness: tuple[weakref.ref[Any], Witness] | None = None  # with the owner of its counter
+
+    @property
+    def lease(self) -> Storage | None:
+        last = self.leases[-1:]
+        return last[0] if last else None
 
 
 class Ticket:
@@ -144,13 +161,18 @@ class Session:
         self._entries: dict[int, StorageEntry] = {}
         self._copies: dict[int, tuple[StorageEntry, bool]] = {}
         self._passes: set[int] = set()
-        self._copy_error: BaseException | None = None
+        self._copy_error = ""
         self.exposed_wait_s = 0.0
 
     def __del__(self) -> None:
-        # Copies read and write memory that this session keeps alive.
-        if process.usable() and hasattr(self, "_completions"):
+        if not hasattr(self, "_completions"):
+            return
+        if process.usable():
+            # Copies read and write memory that this session keeps alive.
             self._executor.drain(self._completions)
+        else:
+            # Threads that are not in this process may have left the engine's and the tier's mutexes locked.
+            _core.keep_forever(self._engine)
 
     # --- forward
 
@@ -159,8 +181,12 @@ class Session:
         return self._engine.begin_epoch()
 
     def end_epoch(self, epoch: int) -> None:
-        self._settle()
-        self._run(self._engine.end_epoch(epoch))
+        if not process.usable():
+            return  # in a forked child: the parent ends it
+        try:
+            self._settle()
+        finally:
+            self._run(self._engine.end_epoch(epoch))
 
     def pack(self, tensor: Tensor, epoch: int, weights: Weights) -> Kept | Ticket:
         """The saved-tensor hook: takes a tensor, returns what stands for it until backward."""
@@ -184,6 +210,10 @@ class Session:
             self._engine.kept(reason, framework.nbytes(tensor))
             return self._keep(tensor, reason)
         return self._save(tensor, epoch, forced, spoiled=False)
+
+    def keep(self, tensor: Tensor) -> Kept:
+        """Stands in for ``pack`` where nothing is to be offloaded; counts nothing."""
+        return self._keep(tensor, KeepReason.UNSUPPORTED)
 
     def _keep(self, tensor: Tensor, reason: KeepReason) -> Kept:
         kept = self._framework.keep(tensor, reason)
@@ -222,7 +252,7 @@ class Session:
                 entry = StorageEntry(verdict.storage, ref, framework.weak(storage))
                 entry = self._entries.setdefault(verdict.storage, entry)
             if verdict.lease:
-                entry.lease = storage
+                entry.leases.append(storage)
             # Probes count references: this one must not be taken for somebody else's.
             del storage
             intact = outcome == _NEW or self._intact(entry)
@@ -237,11 +267,12 @@ class Session:
 
     def _witness(self, entry: StorageEntry, tensor: Tensor, version: int) -> Witness:
         owner = self._framework.counter_owner(tensor)
-        if entry.counter_owner is not None and entry.counter_owner() is owner:
-            return entry.witnesses[-1][0]
+        last = entry.last_witness
+        if last is not None and last[0]() is owner:
+            return last[1]
         witness = self._framework.witness(tensor)
         entry.witnesses.append((witness, version))
-        entry.counter_owner = weakref.ref(owner)
+        entry.last_witness = (weakref.ref(owner), witness)
         return witness
 
     def drop(self, ticket: int) -> None:
@@ -290,30 +321,34 @@ class Session:
         """The storage that the ticket's view lies in: the saved one, or one that its bytes were loaded into."""
         framework, engine, entry = self._framework, self._engine, ticket.entry
         pass_id = self._join_pass()
-        short_of_memory: MemoryError | None = None
+        short_of_memory = False
         while True:
             live = self._live(entry) if allow_live else None
-            shared = entry.restored
-            if live is None and shared is None and entry.restored_weak is not None:
-                shared = framework.lock(entry.restored_weak)
+            weak = entry.restored_weak
+            shared = framework.lock(weak) if live is None and weak is not None else None
             if live is None and allow_live:
                 self._require_intact(entry)
             verdict = engine.restore(ticket.id, pass_id, live is not None, shared is not None)
-            if verdict.outcome == _LIVE or verdict.outcome == _SHARED:
+            if verdict.outcome == _LIVE:
                 self._run(verdict.commands)
-                return live if verdict.outcome == _LIVE else shared
+                return live
+            if verdict.outcome == _SHARED:
+                self._run(verdict.commands)
+                if entry.restored_weak is not weak:
+                    continue  # another thread loaded it anew meanwhile
+                return shared
             if verdict.outcome == _LOAD:
                 try:
                     storage = self._allocate(entry, verdict)
                 except MemoryError as error:
                     self._run(verdict.commands)
-                    if short_of_memory is not None:
+                    if short_of_memory:
                         raise DeviceError(
                             f"[unpack] no memory for a storage of {format_bytes(verdict.nbytes)} on "
                             f"{framework.device_type}; its copy is kept: free memory and run backward again "
                             "(retain_graph=True), or use a smaller batch"
                         ) from error
-                    short_of_memory = error
+                    short_of_memory = True
                     continue
                 self._load(entry, storage, verdict)
                 return storage
@@ -322,8 +357,9 @@ class Session:
 
     def _live(self, entry: StorageEntry) -> Storage | None:
         """The saved storage, where plain autograd would read the same bytes from it."""
-        if entry.lease is not None:
-            return entry.lease
+        storage = entry.lease
+        if storage is not None:
+            return storage
         storage = self._framework.lock(entry.weak)
         if storage is None or self._framework.storage_ref(storage) != entry.ref:
             return None
@@ -346,24 +382,27 @@ class Session:
             self._run(self._engine.allocation_failed(entry.storage_id))
             raise
 
-    def _adopt(self, entry: StorageEntry, storage: Storage) -> None:
-        """Starts the load into new memory."""
+    def _adopt(self, entry: StorageEntry, storage: Storage) -> int:
+        """Starts the load into new memory; returns the copy."""
         framework = self._framework
         ref = framework.storage_ref(storage)
-        entry.load_error = None
-        entry.restored = storage
-        entry.restored_weak = framework.weak(storage)
-        self._run(self._engine.allocated(entry.storage_id, *ref, framework.current_stream(ref.device)))
+        entry.arriving = storage
+        commands = self._engine.allocated(entry.storage_id, *ref, framework.current_stream(ref.device))
+        self._run(commands)
+        return max((command.copy for command in commands), default=0)
 
     def _load(self, entry: StorageEntry, storage: Storage, verdict: _core.RestoreVerdict) -> None:
-        self._adopt(entry, storage)
-        load = entry.load
+        load = self._adopt(entry, storage)
         self._run(verdict.commands)
         # Another thread may have taken the completion and not reported it yet.
-        while entry.loaded != load:
+        while load in self._copies:
             self._wait(load)
-        if entry.load_error is not None:
-            raise entry.load_error
+        error = entry.load_errors.pop(load, None)
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # its traceback holds this frame
 
     def _join_pass(self) -> int:
         """The running backward's number; asks to be told of its end when it is new."""
@@ -376,8 +415,10 @@ class Session:
     def end_pass(self, pass_id: int) -> None:
         """The backward is over: nothing is kept for it any more."""
         self._passes.discard(pass_id)
-        self._settle()
-        self._run(self._engine.end_pass(pass_id))
+        try:
+            self._settle()
+        finally:
+            self._run(self._engine.end_pass(pass_id))
 
     # --- commands
 
@@ -389,13 +430,19 @@ class Session:
                 _COMMANDS[command.kind](self, command)
             except BaseException as error:
                 failure = failure or error
-        if failure is not None:
-            raise failure
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure  # its traceback holds this frame
 
     def _probe(self, command: _core.Command) -> None:
         entry = self._entries.get(command.storage)
-        answer = self._inspect(entry) if entry is not None else _HELD
-        self._run(self._engine.probed(command.storage, *answer))
+        answer = _UNKNOWN
+        try:
+            answer = self._inspect(entry) if entry is not None else _HELD
+        finally:
+            self._run(self._engine.probed(command.storage, *answer))
 
     def _inspect(self, entry: StorageEntry) -> tuple[int, bool, bool]:
         """Other holders, whether the memory is where it was, whether no counter moved: the answer to a probe."""
@@ -403,8 +450,7 @@ class Session:
         if lease is None:
             return _HELD
         same = self._framework.storage_ref(lease) == entry.ref
-        del lease
-        return self._framework.holders(entry.lease), same, self._intact(entry)
+        return self._framework.holders(lease), same, self._intact(entry)
 
     def _intact(self, entry: StorageEntry) -> bool:
         version = self._framework.version
@@ -412,7 +458,10 @@ class Session:
 
     def _copy(self, command: _core.Command) -> None:
         entry = self._entries[command.storage]
-        entry.load = command.copy if command.to_device else entry.load
+        if command.to_device:
+            storage, entry.arriving = entry.arriving, None
+            entry.restored = {command.copy: storage}
+            entry.restored_weak = self._framework.weak(storage)
         self._copies[command.copy] = (entry, command.to_device)
         try:
             self._executor.submit(command, self._file, self._completions)
@@ -437,16 +486,20 @@ class Session:
             self._complete(*completion)
 
     def _complete(self, copy: int, error: BaseException | None) -> None:
-        entry, to_device = self._copies.pop(copy)
-        if to_device:
-            entry.load_error = error
-            commands = self._engine.completed(copy, error is None, 0, True, True)
-            entry.loaded = copy
+        entry, to_device = self._copies[copy]
+        answer = _UNKNOWN
+        try:
+            if to_device and error is not None:
+                entry.load_errors[copy] = error
+            elif error is not None:
+                self._copy_error = str(error)
+            if not to_device:
+                answer = self._inspect(entry)
+        finally:
+            commands = self._engine.completed(copy, error is None, *answer)
+            # Whoever waits for the copy sees it done from here on.
+            del self._copies[copy]
             self._run(commands)
-            return
-        if error is not None:
-            self._copy_error = error
-        self._run(self._engine.completed(copy, error is None, *self._inspect(entry)))
 
     def _allocate_ahead(self, command: _core.Command) -> None:
         """A prefetch: a failure only cancels it."""
@@ -459,23 +512,26 @@ class Session:
 
     def _release_lease(self, command: _core.Command) -> None:
         if (entry := self._entries.get(command.storage)) is not None:
-            entry.lease = None
+            del entry.leases[-1:]
 
     def _release_restored(self, command: _core.Command) -> None:
         if (entry := self._entries.get(command.storage)) is not None:
-            entry.restored = None
+            entry.restored.pop(command.copy, None)
 
     def _forget(self, command: _core.Command) -> None:
-        entry = self._entries.pop(command.storage)
-        entry.lease = entry.restored = None
+        # Absent where saving failed before it was made.
+        if (entry := self._entries.pop(command.storage, None)) is not None:
+            entry.leases.clear()
+            entry.restored.clear()
+            entry.arriving = None
 
     def _warn_tier_full(self, command: _core.Command) -> None:
         entry = self._entries.get(command.storage)
         nbytes = entry.ref.nbytes if entry is not None else 0
         option = "max_disk_bytes" if self._file is not None else "max_host_bytes"
         cause = (
-            f"{self._copy_error}"
-            if self._copy_error is not None
+            self._copy_error
+            if self._copy_error
             else f"{format_bytes(self.space.reserved_bytes)} reserved of {format_bytes(self._max_tier_bytes)} allowed"
         )
         warnings.warn(

@@ -98,6 +98,7 @@ Commands Engine::allocated(StorageId storage, const StorageRef& restored, Stream
   registry_.bind_restored(*entry, restored);
   hold_restored(*entry, true);
   entry->restored = Restored::kLoading;
+  entry->restored_epoch = EpochId{last_epoch_};
   entry->load = CopyId{++last_copy_};
   copies_[entry->load] = {storage, true};
   load_changed_.notify_all();

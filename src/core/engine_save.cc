@@ -71,11 +71,12 @@ Entry* Engine::find_join(const SaveRequest& request, ByteRange range) {
     return nullptr;
   }
   Entry* entry = registry_.find_restored(request.storage.identity);
-  if (entry == nullptr || request.spoiled || entry->version != request.version || entry->restored != Restored::kReady ||
-      !same_memory(entry->restored_ref, request.storage) || !entry->restored_valid.contains(range)) {
-    return nullptr;
-  }
-  return entry;
+  if (entry == nullptr) return nullptr;
+  // Loaded before this epoch began, it may have been written to since in a way that no counter sees.
+  const bool joins = !request.spoiled && entry->version == request.version &&
+                     value(request.epoch) <= value(entry->restored_epoch) && entry->restored == Restored::kReady &&
+                     same_memory(entry->restored_ref, request.storage) && entry->restored_valid.contains(range);
+  return joins ? entry : nullptr;
 }
 
 TicketId Engine::issue(Entry& entry, std::uint32_t view) {

@@ -226,12 +226,8 @@ Storage Driver::unpack(const Saved& saved, PassId pass) {
           break;
         }
         EXPECT_EQ(storage->ref.address % kAlignmentBytes, source.address % kAlignmentBytes);
-        adopt(saved.storage, storage);
-        CopyId load{};
-        {
-          const Lock lock(mutex_);
-          load = items_.at(saved.storage).load;
-        }
+        // Not what the item says by now: after a failure another thread may have begun the next load.
+        const CopyId load = adopt(saved.storage, storage);
         run(verdict.commands);
         wait(load);
         const Lock lock(mutex_);
@@ -377,7 +373,7 @@ std::uint8_t* Driver::at(const Place& place, std::uint64_t nbytes) {
   return place.tier == Tier::kDevice ? device.at(place, nbytes) : space->at(place, nbytes);
 }
 
-void Driver::adopt(StorageId id, const Storage& storage) {
+CopyId Driver::adopt(StorageId id, const Storage& storage) {
   Storage earlier;
   {
     const Lock lock(mutex_);
@@ -389,7 +385,9 @@ void Driver::adopt(StorageId id, const Storage& storage) {
     item.pinned.push_back(storage->ref.identity);
     device.pin(storage->ref.identity);
   }
-  run(note(calls::Allocated{id, storage->ref, {}}, engine.allocated(id, storage->ref, {})));
+  const Commands commands = note(calls::Allocated{id, storage->ref, {}}, engine.allocated(id, storage->ref, {}));
+  run(commands);
+  return commands.empty() ? CopyId{} : commands.back().copy;
 }
 
 ProbeAnswer Driver::inspect(StorageId id) {

@@ -151,7 +151,7 @@ class Driver {
   void move_bytes(const Plan& plan);
   std::uint8_t* at(const Place& place, std::uint64_t nbytes);
   void wait(CopyId copy);
-  void adopt(StorageId id, const Storage& storage);
+  CopyId adopt(StorageId id, const Storage& storage);  // the copy that fills it
   ProbeAnswer inspect(StorageId id);
   static bool intact(const Item& item);
   template <class Made>

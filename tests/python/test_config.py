@@ -12,12 +12,18 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import ebbtide
-from ebbtide import CheckpointPolicy, EbbtideError, OffloadConfig, UsageError, config
-from ebbtide.config import default_disk_directory, environment_name, format_bytes, parse_bytes
+from ebbtide import (
+    CheckpointPolicy,
+    EbbtideError,
+    OffloadConfig,
+    UsageError,
+    config,
+    disk_directory,
+)
+from ebbtide.config import environment_name
+from ebbtide.disk_directory import default_disk_directory
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -40,152 +46,6 @@ def refusal(**options: object) -> str:
     with pytest.raises(UsageError) as caught:
         OffloadConfig.from_options(**options)
     return str(caught.value)
-
-
-# --- sizes
-
-
-@pytest.mark.parametrize(
-    ("value", "nbytes"),
-    [
-        (0, 0),
-        (123, 123),
-        ("0", 0),
-        ("123", 123),
-        ("12 B", 12),
-        (" 8GiB ", 8 * GIB),
-        ("8gib", 8 * GIB),
-        ("1.5 GB", 1_500_000_000),
-        ("64k", 64 * KIB),
-        ("64K", 64 * KIB),
-        ("64Ki", 64 * KIB),
-        ("64 KiB", 64 * KIB),
-        ("64kB", 64_000),
-        ("3M", 3 * MIB),
-        ("3MB", 3_000_000),
-        ("2T", 2 << 40),
-        ("1PB", 10**15),
-        ("1 EiB", 1 << 60),
-        (".5KiB", 512),
-        ("1e9", 10**9),
-        ("1.5e3", 1500),
-        ("0.3KiB", 307),  # 307.2
-        (1e9, 10**9),
-        ((1 << 63) - 1, (1 << 63) - 1),
-    ],
-)
-def test_parse_bytes(value: object, nbytes: int) -> None:
-    parsed = parse_bytes(value)
-    assert parsed == nbytes and type(parsed) is int
-
-
-@pytest.mark.parametrize(
-    ("value", "reason"),
-    [
-        (-1, "is negative"),
-        ("-1", "is negative"),
-        ("-5GiB", "is negative"),
-        (-2.0, "is negative"),
-        (True, "is no size"),
-        (False, "is no size"),
-        (None, "is no size"),
-        (math.nan, "is no size"),
-        (math.inf, "is no size"),
-        (1.5, "is no size"),
-        ("nan", "is no size"),
-        ("inf", "is no size"),
-        ("", "is no size"),
-        ("GiB", "is no size"),
-        ("8 gigs", "is no size"),
-        ("8 Gi B", "is no size"),
-        ("1,5 GB", "is no size"),
-        ("1_000", "is no size"),
-        ("0x10", "is no size"),
-        ("--1", "is no size"),
-        ("1e999", "is no size"),
-        ("9" * 5000, "is no size"),
-        ("٣", "is no size"),  # a digit, but not an ASCII one
-        (b"8GiB", "is no size"),
-        ([1], "is no size"),
-        ("1.5", "no whole number of bytes"),
-        ("0.5 B", "no whole number of bytes"),
-        (1 << 63, "above 2**63 - 1"),
-        ("8 EiB", "above 2**63 - 1"),
-        ("1e99", "above 2**63 - 1"),
-    ],
-)
-def test_parse_bytes_refuses(value: object, reason: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        parse_bytes(value, "OffloadConfig.max_host_bytes")
-    text = str(caught.value)
-    assert text.startswith("[OffloadConfig.max_host_bytes] ") and reason in text
-    assert repr(value) in text or len(repr(value)) > 80
-    assert "give" in text or "add a unit" in text
-    assert len(text) < 400
-
-
-def test_parse_bytes_takes_whatever_is_an_index() -> None:
-    numpy = pytest.importorskip("numpy")
-    assert parse_bytes(numpy.int64(5)) == 5
-    with pytest.raises(UsageError):
-        parse_bytes(numpy.array([1, 2]))
-    with pytest.raises(UsageError):
-        parse_bytes(numpy.bool_(True))
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (1536, "1.5 KiB"),
-        (MIB - 1, "1.0 MiB"),
-        (2 * GIB, "2.0 GiB"),
-        ((1 << 63) - 1, "8.0 EiB"),
-        (-1536, "-1.5 KiB"),
-    ],
-)
-def test_format_bytes(nbytes: int, text: str) -> None:
-    assert format_bytes(nbytes) == text
-
-
-@given(st.integers(0, (1 << 63) - (1 << 59)))
-def test_format_then_parse_is_near(nbytes: int) -> None:
-    text = format_bytes(nbytes)
-    parsed = parse_bytes(text)
-    assert abs(parsed - nbytes) <= nbytes // 19  # half of a tenth, of at least 1.0
-    assert format_bytes(parsed) == text
-
-
-@given(st.integers(0, (1 << 63) - 1))
-def test_whole_bytes_are_exact(nbytes: int) -> None:
-    spellings: tuple[object, ...] = (nbytes, str(nbytes), f"{nbytes} B", f" {nbytes}b ")
-    assert all(parse_bytes(spelling) == nbytes for spelling in spellings)
-
-
-@given(
-    st.decimals(0, 8000, places=3),
-    st.sampled_from(list(enumerate("kmgtp", start=1))),
-    st.sampled_from(["", " "]),
-    st.booleans(),
-)
-def test_units_are_exact(number: object, unit: tuple[int, str], blank: str, upper: bool) -> None:
-    power, letter = unit
-    letter = letter.upper() if upper else letter
-    thousandths = int(str(number).replace(".", ""))
-    for suffix, base in (("", 1024), ("i", 1024), ("iB", 1024), ("B", 1000)):
-        text = f"{number}{blank}{letter}{suffix}"
-        if (expected := thousandths * base**power // 1000) < 1 << 63:
-            assert parse_bytes(text) == expected
-
-
-@given(st.text(max_size=20) | st.floats() | st.integers())
-def test_parse_bytes_gives_bytes_or_a_usage_error(value: object) -> None:
-    try:
-        assert 0 <= parse_bytes(value) < 1 << 63
-    except UsageError as error:
-        assert str(error).startswith("[parse_bytes] ")
 
 
 # --- fields
@@ -430,7 +290,7 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A temporary directory that counts as a disk, whatever this machine has."""
     mounts = tmp_path / "mounts"
     mounts.write_text("disk / ext4 rw 0 0\n")
-    monkeypatch.setattr(config, "_MOUNTS", mounts)
+    monkeypatch.setattr(disk_directory, "_MOUNTS", mounts)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
@@ -440,7 +300,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A temporary directory that counts as memory, as does everything else."""
     mounts = tmp_path / "mounts"
     mounts.write_text("none / tmpfs rw 0 0\n")
-    monkeypatch.setattr(config, "_MOUNTS", mounts)
+    monkeypatch.setattr(disk_directory, "_MOUNTS", mounts)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
@@ -582,13 +442,13 @@ def test_file_systems(
     mounts.write_text(
         "d / ext4 rw 0 0\nn /mnt tmpfs rw 0 0\nd /mnt xfs rw 0 0\nn /mnt/x\\040y tmpfs rw 0 0\n"
     )
-    monkeypatch.setattr(config, "_MOUNTS", mounts)
-    assert config._file_system(Path(path), config._read_mounts()) == kind
+    monkeypatch.setattr(disk_directory, "_MOUNTS", mounts)
+    assert disk_directory._file_system(Path(path), disk_directory._read_mounts()) == kind
 
 
 def test_mounts_where_there_is_no_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "_MOUNTS", tmp_path / "absent")
-    assert all(len(mount) == 2 for mount in config._read_mounts())
+    monkeypatch.setattr(disk_directory, "_MOUNTS", tmp_path / "absent")
+    assert all(len(mount) == 2 for mount in disk_directory._read_mounts())
 
 
 # --- the package

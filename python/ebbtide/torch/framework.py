@@ -17,9 +17,10 @@ from ebbtide.torch.weights import ModelWeights, is_weight, is_weight_cast
 
 _ALIGNMENT_BYTES = 512
 _MAX_VIEW_KINDS = 4  # conj and neg bits
+# What autocast casts weights to. Whether it is enabled cannot be asked: inside the operation it is switched off.
+_CAST_DTYPES = frozenset({torch.bfloat16, torch.float16})
 
 _is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 _use_count = getattr(torch._C, "_storage_Use_Count", None)
 _graph_task_id = getattr(torch._C, "_current_graph_task_id", None)
 
@@ -69,7 +70,7 @@ class TorchFramework:
             return KeepReason.DEVICE
         if weights.holds(tensor.untyped_storage()):
             return KeepReason.PARAMETER
-        if _is_any_autocast_enabled() and is_weight_cast(tensor if base is None else base):
+        if tensor.dtype in _CAST_DTYPES and is_weight_cast(tensor if base is None else base):
             return KeepReason.PARAMETER_CAST
         if tensor.numel() == 0:
             return KeepReason.SMALL
@@ -172,7 +173,7 @@ class TorchFramework:
         return tensor if base is None else base
 
     def keep(self, tensor: torch.Tensor, reason: KeepReason) -> torch.Tensor:
-        if tensor.requires_grad and tensor.is_leaf:
+        if tensor.is_leaf and (tensor.requires_grad or is_weight(tensor)):
             # No graph hangs at a leaf, and whoever swaps a parameter's data wants backward to see the new data.
             return tensor
         if reason is KeepReason.SMALL and tensor.numel() == 0:
@@ -227,7 +228,8 @@ def _session_references() -> int:
     """References that the session's way of asking shows for a storage nobody else holds."""
     holder = _Holder()
     holder.lease = torch.UntypedStorage(8)
-    return _count(holder.lease)
+    lease = holder.lease
+    return _count(lease)
 
 
 def _count(storage: torch.UntypedStorage) -> int:

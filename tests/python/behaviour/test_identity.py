@@ -1,0 +1,247 @@
+"""A storage is never taken for another one, whatever address it has; contents of one forward never for another's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from checks import assert_moved, assert_same, compare, note, run
+from support import assert_at_rest, assert_loaded
+
+FLOAT = 4
+
+
+@pytest.mark.parametrize("sizes", [[64], [64, 48, 16], [1, 400, 33]], ids=["one", "three", "mixed"])
+def test_a_reused_address_is_a_new_storage(backend, sizes):
+    """The allocator hands out the memory of what was offloaded, for storages of equal and other sizes."""
+    restored, addresses = [], []
+    sizes = [sizes[i % len(sizes)] for i in range(60)]
+
+    def program(anchor):
+        restored.clear(), addresses.clear()
+        for i, size in enumerate(sizes):
+            x = backend.tensor(size, seed=i)
+            addresses.append(backend.address(x))
+            anchor = backend.save(anchor, [x], restored=restored)
+        return anchor
+
+    stats = compare(backend, program, [backend.leaf(1)])
+    assert len(set(addresses)) < 60, "no address was reused: the test shows nothing"
+    assert (stats.storages, stats.exact_duplicates) == (60, 0)
+    assert_moved(stats, FLOAT * sum(sizes), copies=60)
+    expected = [backend.tensor(size, seed=i) for i, size in enumerate(sizes)]
+    assert_same(backend, restored, expected[::-1])
+
+
+def test_an_address_reused_by_the_next_forward(backend):
+    """The first graph lives on while the second forward gets the memory of its activations."""
+    leaves = [backend.leaf(8, 8, dtype="float32"), backend.leaf(8, 8, dtype="float32", seed=1)]
+
+    def program(a):
+        return backend.op("exp", backend.op("exp", a))
+
+    expected = [run(backend, program, [leaf]) for leaf in leaves]
+    tide = backend.offload()
+    passes = [backend.forward(program, [leaf], tide) for leaf in leaves]
+    found = [[p.output, *p.gradients()] for p in passes]
+    for a, b in zip(found, expected, strict=True):
+        assert_same(backend, a, b)
+    assert_loaded(tide)
+    assert tide.stats().storages == 4
+    found, passes, a = None, None, None
+    assert_at_rest(tide)
+
+
+def test_an_address_reused_by_a_restored_storage(backend):
+    """While one backward holds what it restored, the next forward saves storages around it."""
+    leaf = backend.leaf(16)
+    tide = backend.offload()
+    noted, restored = [], []
+
+    def program(anchor):
+        x = backend.tensor(16, seed=len(noted))
+        noted.append(note(backend, x))
+        return backend.save(anchor, [x], restored=restored)
+
+    for _ in range(20):
+        backend.forward(program, [leaf], tide).gradients()
+        if len(restored) > 3:
+            restored.pop(0), noted.pop(0)
+        assert [note(backend, t) for t in restored] == noted
+    assert_at_rest(tide)
+
+
+def test_the_map_is_bounded_by_what_lives(backend):
+    leaf = backend.leaf(8)
+    tide = backend.offload()
+    passes = []
+    for step in range(60):
+        passes.append(
+            backend.forward(
+                lambda a: backend.save(a, [backend.tensor(8), backend.tensor(9)]), [leaf], tide
+            )
+        )
+        if len(passes) > 3:
+            passes.pop(0).gradients()
+        assert tide.stats().entries == 2 * min(step + 1, 3)
+    passes.clear()
+    assert_at_rest(tide)
+
+
+# --- memory that others describe too
+
+
+def test_two_storages_that_touch(torch_backend):
+    """Two storages side by side in one buffer of the user's."""
+    memory = bytearray(range(128))
+
+    def program(anchor):
+        x = torch.frombuffer(memory, dtype=torch.float32, count=16)
+        y = torch.frombuffer(memory, dtype=torch.float32, count=16, offset=64)
+        assert y.data_ptr() == x.data_ptr() + 64
+        restored.clear()
+        return torch_backend.save(anchor, [x, y], restored=restored)
+
+    restored = []
+    stats = compare(torch_backend, program, [torch_backend.leaf(2)])
+    assert stats.storages == 2
+    assert_moved(stats, 128, copies=2)
+    assert torch_backend.bits(restored[0]) + torch_backend.bits(restored[1]) == bytes(range(128))
+    assert not torch_backend.same_storage(*restored)
+
+
+def test_two_storages_at_one_address(torch_backend):
+    memory = bytearray(range(64))
+
+    def program(anchor):
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
+        part = torch.frombuffer(memory, dtype=torch.uint8, count=24)
+        return torch_backend.save(anchor, [whole, part])
+
+    stats = compare(torch_backend, program, [torch_backend.leaf(2)])
+    assert (stats.storages, stats.exact_duplicates) == (2, 0)
+    assert_moved(stats, 64 + 24, copies=2)
+
+
+def test_a_zero_byte_storage_at_the_start_of_another(torch_backend):
+    numpy = pytest.importorskip("numpy", reason="numpy shares memory without bytes")
+    array = numpy.arange(16, dtype=numpy.float32)
+
+    def program(anchor):
+        empty, x = torch.from_numpy(array[:0]), torch.from_numpy(array)
+        restored.clear()
+        return torch_backend.save(anchor, [empty, x, empty], restored=restored)
+
+    restored = []
+    stats = compare(torch_backend, program, [torch_backend.leaf(2)])
+    assert_moved(stats, 16 * FLOAT)
+    assert [t.numel() for t in restored] == [0, 16, 0]
+
+
+# --- contents that change between forwards
+
+
+def refilled(backend, tide, leaf, refill, contexts):
+    """Two forwards over one static buffer that is refilled between them; both backwards afterwards."""
+    static = backend.tensor(12, dtype="int32", seed=5)
+
+    def program(a):
+        return backend.save(a, [static])
+
+    if contexts == "one":
+        with tide:
+            first = backend.forward(program, [leaf])
+            refill(static)
+            second = backend.forward(program, [leaf])
+    else:
+        first = backend.forward(program, [leaf], tide)
+        refill(static)
+        second = backend.forward(program, [leaf], tide)
+    return [*second.gradients(), *first.gradients()]
+
+
+class Nothing:
+    def __enter__(self): ...
+    def __exit__(self, *error): ...
+
+
+def uncounted(backend):
+    return lambda static: backend.write(static, counted=False)
+
+
+def through_numpy(backend):
+    return lambda static: static.numpy().__setitem__(slice(None), 7)
+
+
+@pytest.mark.parametrize("contexts", ["one", "two"])
+@pytest.mark.parametrize("refill", [uncounted, through_numpy])
+def test_a_static_buffer_refilled_unseen_between_two_forwards(torch_backend, refill, contexts):
+    """Plain autograd reads the new contents for both graphs: so does this."""
+    leaf = torch_backend.leaf(3)
+    expected = refilled(torch_backend, Nothing(), leaf, refill(torch_backend), contexts)
+    tide = torch_backend.offload()
+    found = refilled(torch_backend, tide, leaf, refill(torch_backend), contexts)
+    assert_same(torch_backend, found, expected)
+    assert_at_rest(tide)
+
+
+def test_a_refilled_buffer_where_use_counts_are_not_known(torch_backend, monkeypatch):
+    """The buffer was copied in the first forward: the second one must not be given that copy."""
+    monkeypatch.setattr("ebbtide.torch.framework._use_count", None)
+    leaf = torch_backend.leaf(3)
+    refill = uncounted(torch_backend)
+    expected = refilled(torch_backend, Nothing(), leaf, refill, "two")
+    tide = torch_backend.offload()
+    found = refilled(torch_backend, tide, leaf, refill, "two")
+    assert_same(torch_backend, found[:1], expected[:1])
+    assert tide.stats().storages == 2
+    assert_at_rest(tide)
+
+
+def test_a_static_buffer_refilled_in_sight_between_two_forwards(torch_backend):
+    """The first graph's gradients are refused, as without; the second graph's are right."""
+    leaf = torch_backend.leaf(3)
+    static = torch_backend.tensor(12, dtype="int32", seed=5)
+
+    def program(a):
+        return torch_backend.save(a, [static])
+
+    for tide in (Nothing(), torch_backend.offload()):
+        first = torch_backend.forward(program, [leaf], tide)
+        torch_backend.write(static)
+        second = torch_backend.forward(program, [leaf], tide)
+        assert_same(torch_backend, second.gradients(), run(torch_backend, program, [leaf])[1:])
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            first.gradients()
+        first = second = None
+    assert_at_rest(tide)
+
+
+def test_a_restored_tensor_that_was_written_unseen_and_saved_again(torch_backend):
+    """The restored storage has the old bytes in a tier: a later forward must not be given them."""
+    backend, leaf = torch_backend, torch_backend.leaf(3)
+
+    def twice(tide):
+        restored = []
+        first = backend.forward(
+            lambda a: backend.save(a, [backend.tensor(8, dtype="int32")], restored=restored),
+            [leaf],
+            tide,
+        )
+        gradients = first.gradients(retain=True)
+        x = restored.pop()
+        backend.write(x, counted=False)
+        second = backend.forward(lambda a: backend.save(a, [x]), [leaf], tide)
+        x = None
+        return gradients + second.gradients()
+
+    def alone(tide):
+        x = backend.tensor(8, dtype="int32")
+        first = backend.forward(lambda a: backend.save(a, [x.clone()]), [leaf], tide)
+        backend.write(x, counted=False)
+        second = backend.forward(lambda a: backend.save(a, [x]), [leaf], tide)
+        return first.gradients() + second.gradients()
+
+    tide = backend.offload()
+    assert_same(backend, twice(tide), alone(Nothing()))
+    assert_loaded(tide)
+    assert_at_rest(tide)

@@ -1,0 +1,243 @@
+"""Backward may read what was saved in any order, several times, and from several graphs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from checks import assert_moved, assert_same, compare, note, run
+from support import assert_at_rest, assert_loaded
+
+FLOAT = 4
+DOUBLE = 8
+
+
+def saved_apart(backend, count, noted, restored):
+    """`count` forwards that each save a storage and a view of it; their backwards can run in any order."""
+
+    def program(i):
+        def forward(anchor):
+            x = backend.tensor(6 + i, seed=i)
+            views = [x, backend.view(x, ("narrow", 0, i % 4, 3))]
+            noted[i] = [note(backend, view) for view in views]
+            return backend.save(anchor, views, restored=restored.setdefault(i, []))
+
+        return forward
+
+    return [program(i) for i in range(count)]
+
+
+ORDERS = {
+    "reverse": lambda n: range(n)[::-1],
+    "forward": lambda n: range(n),
+    "random": lambda n: random.Random(0).sample(range(n), n),
+    "inside out": lambda n: sorted(range(n), key=lambda i: abs(2 * i - n)),
+}
+
+
+@pytest.mark.parametrize("contexts", ["one context", "a context each"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_any_order(backend, order, contexts):
+    count = 8
+    leaf = backend.leaf(2)
+    expected = [run(backend, program, [leaf]) for program in saved_apart(backend, count, {}, {})]
+    noted, restored = {}, {}
+    programs = saved_apart(backend, count, noted, restored)
+    tide = backend.offload()
+    if contexts == "one context":
+        with tide:
+            passes = [backend.forward(program, [leaf]) for program in programs]
+    else:
+        passes = [backend.forward(program, [leaf], tide) for program in programs]
+    for i in ORDERS[order](count):
+        found = [passes[i].output, *passes[i].gradients()]
+        assert_same(backend, found, expected[i])
+        assert [note(backend, t) for t in restored[i]] == noted[i]
+        assert backend.same_storage(*restored[i])
+    stats = tide.stats()
+    nbytes = FLOAT * sum(6 + i for i in range(count))
+    assert (stats.d2h_copies, stats.d2h_bytes) == (count, nbytes)
+    if contexts == "a context each" or not backend.prefetches:
+        assert_moved(stats, nbytes, copies=count)
+    else:
+        # Guesses load what other graphs of the context have saved; never less than is needed.
+        assert stats.h2d_bytes >= nbytes
+    passes = found = None
+    assert_at_rest(tide)
+
+
+def trunk(backend, a):
+    return backend.op("exp", backend.op("sin", backend.op("exp", a)))
+
+
+def test_two_heads_of_one_trunk(backend):
+    def program(a):
+        x = trunk(backend, a)
+        return backend.op("add", backend.op("tanh", x), backend.op("sigmoid", x))
+
+    stats = compare(backend, program, [backend.leaf(5, 4)])
+    # exp (saved by sin too), exp, tanh, sigmoid.
+    assert_moved(stats, 4 * 20 * DOUBLE, copies=4)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_two_losses_over_one_trunk(torch_backend, swapped):
+    """Two backwards over one graph: what the trunk saved is loaded for each of them."""
+    import torch
+
+    def losses(tide):
+        a = torch_backend.leaf(5, 4)
+        with tide or torch.enable_grad():
+            x = trunk(torch_backend, a)
+            pair = [x.tanh().sum(), x.sigmoid().sum()]
+            x = None
+        if swapped:
+            pair.reverse()
+        pair.reverse()
+        pair.pop().backward(retain_graph=True)
+        first = a.grad.clone()
+        pair.pop().backward()
+        return [first, a.grad]
+
+    expected = losses(None)
+    tide = torch_backend.offload()
+    assert_same(torch_backend, losses(tide), expected)
+    stats = tide.stats()
+    assert (stats.d2h_copies, stats.d2h_bytes) == (4, 4 * 20 * DOUBLE)
+    # The trunk's two storages come twice, each head's once.
+    if torch_backend.prefetches and swapped:
+        # The second head goes first: a guess loads what the first one has saved, for nothing.
+        assert stats.h2d_copies >= 6
+    else:
+        assert (stats.h2d_copies, stats.h2d_bytes) == (6, 6 * 20 * DOUBLE)
+    assert_at_rest(tide)
+
+
+@pytest.mark.parametrize("times", [1, 2, 5])
+def test_retain_graph(backend, times):
+    leaf = backend.leaf(4, 4)
+
+    def program(a):
+        x = backend.op("exp", a)
+        return backend.op("mul", x, backend.op("sin", x))
+
+    expected = run(backend, program, [leaf])[1:]
+    tide = backend.offload()
+    forward = backend.forward(program, [leaf], tide)
+    for _ in range(times):
+        assert_same(backend, forward.gradients(retain=True), expected)
+    # A backward loads each storage once, and lets go of it at its end.
+    stats = tide.stats()
+    assert (stats.d2h_copies, stats.d2h_bytes) == (2, 2 * 16 * DOUBLE)
+    assert (stats.h2d_copies, stats.h2d_bytes) == (2 * times, times * 2 * 16 * DOUBLE)
+    assert stats.device_bytes == 0
+    assert_same(backend, forward.gradients(), expected)
+    forward = None
+    assert_at_rest(tide)
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "after"])
+@pytest.mark.parametrize("depth", [2, 3])
+def test_create_graph(torch_backend, depth, inside):
+    import contextlib
+
+    import torch
+
+    def derivatives(tide):
+        a = torch_backend.leaf(3, 3)
+        found = []
+        around = tide if inside else contextlib.nullcontext()
+        with around:
+            with contextlib.nullcontext() if inside else tide:
+                y = (trunk(torch_backend, a) * a.exp()).sum()
+            for _ in range(depth):
+                (grad,) = torch.autograd.grad(y, a, create_graph=True)
+                found.append(grad.detach().clone())
+                y = grad.square().sum()
+        return found
+
+    expected = derivatives(contextlib.nullcontext())
+    tide = torch_backend.offload()
+    assert_same(torch_backend, derivatives(tide), expected)
+    assert_loaded(tide)
+    assert_at_rest(tide)
+
+
+def test_create_graph_copies_nothing_twice(torch_backend):
+    """What a backward with create_graph saves of a restored storage is in a tier already."""
+    import torch
+
+    a = torch_backend.leaf(6, 6)
+    tide = torch_backend.offload()
+    with tide:
+        y = a.exp().sin()
+    assert tide.stats().d2h_bytes == 36 * DOUBLE
+    with tide:
+        (grad,) = torch.autograd.grad(y.sum(), a, create_graph=True)
+    stats = tide.stats()
+    assert stats.h2d_bytes == 36 * DOUBLE
+    # exp's result is saved again by the cosine and by exp's formula; new are the incoming gradient,
+    # one number expanded, and its product with the cosine.
+    assert (stats.saved_tensors, stats.exact_duplicates) == (6, 3)
+    assert stats.d2h_bytes == 2 * 36 * DOUBLE + DOUBLE
+    found = torch.autograd.grad(grad.sum(), a)
+    b = a.detach().clone().requires_grad_()
+    (plain,) = torch.autograd.grad(b.exp().sin().sum(), b, create_graph=True)
+    assert_same(torch_backend, found, torch.autograd.grad(plain.sum(), b))
+    grad = y = None
+    assert_at_rest(tide)
+
+
+@pytest.mark.parametrize("reads", [2, 3])
+def test_one_saved_tensor_read_several_times_in_one_backward(backend, reads):
+    """`ctx.saved_tensors` read again is the same storage, loaded once."""
+    restored, noted = [], []
+
+    def program(anchor):
+        x = backend.tensor(7, 3)
+        views = [x, backend.view(x, ("t",))]
+        noted[:] = [note(backend, view) for view in views]
+        restored.clear()
+        return backend.save(anchor, views, restored=restored, reads=reads)
+
+    stats = compare(backend, program, [backend.leaf(2)])
+    assert_moved(stats, 21 * FLOAT)
+    assert [note(backend, t) for t in restored] == noted * reads
+    assert backend.same_storage(*restored)
+
+
+def test_one_tensor_read_by_nodes_far_apart(backend):
+    """Between the readers others are loaded and let go; the shared one is loaded once."""
+
+    def program(anchor):
+        x = backend.tensor(5)
+        for i in range(6):
+            anchor = backend.save(anchor, [backend.tensor(9, seed=i)])
+            anchor = backend.save(anchor, [x])
+        return anchor
+
+    stats = compare(backend, program, [backend.leaf(2)])
+    assert stats.exact_duplicates == 5
+    assert_moved(stats, (5 + 6 * 9) * FLOAT, copies=7)
+
+
+def test_a_backward_that_needs_only_a_part_of_the_graph(torch_backend):
+    """Gradients of a late tensor: what lies before it is neither loaded nor lost."""
+    import torch
+
+    backend = torch_backend
+    tide = backend.offload(prefetch_bytes=0)
+    a = backend.leaf(4)
+    with tide:
+        middle = a.exp().sin()
+        x = middle.exp()
+        y = x * 2
+        x = None
+    (part,) = torch.autograd.grad(y.sum(), middle, retain_graph=True)
+    assert tide.stats().h2d_bytes == 4 * DOUBLE
+    assert_same(backend, [part], [2 * middle.detach().exp()])
+    b = a.detach().clone().requires_grad_()
+    expected = torch.autograd.grad((b.exp().sin().exp() * 2).sum(), b)
+    assert_same(backend, torch.autograd.grad(y.sum(), a), expected)
+    y = middle = part = None
+    assert_at_rest(tide)
