@@ -1,6 +1,7 @@
 #include "ebbtide/command.h"
 
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include "bindings.h"
 
@@ -24,6 +25,12 @@ void bind_command(nb::module_& m) {
       .def_prop_ro("storage", [](const Command& command) { return value(command.storage); })
       .def_prop_ro("copy", [](const Command& command) { return value(command.copy); })
       .def_prop_ro("event", [](const Command& command) { return value(command.event); })
+      .def_prop_ro("after",
+                   [](const Command& command) {
+                     std::vector<std::uint64_t> events;
+                     for (const EventId event : command.after) events.push_back(value(event));
+                     return events;
+                   })
       .def_prop_ro("stream", [](const Command& command) { return value(command.stream); })
       .def_ro("to_device", &Command::to_device)
       .def_ro("nbytes", &Command::nbytes)

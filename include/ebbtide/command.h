@@ -13,8 +13,7 @@ namespace ebbtide {
 enum class CommandKind : std::uint8_t {
   kProbe,         // who else holds `storage`, is its content as saved: answer with Engine::probed
   kRecord,        // record `event` on `stream`, for copies of `storage`; not needed any more after its kForget
-  kCopy,          // start `copy`: run `plan`, after `event` if it is not 0 and `more_events`; report with
-                  // Engine::completed
+  kCopy,          // start `copy`: run `plan` after all events of `after`; report with Engine::completed
   kWait,          // block until `copy` is done and reported
   kAlloc,         // allocate `nbytes` for `storage`: answer with Engine::allocated or allocation_failed
   kReleaseLease,  // drop the reference that keeps the saved storage alive; one for each `lease` of a verdict, so that
@@ -29,10 +28,10 @@ struct Command {
   StorageId storage{};
   CopyId copy{};
   bool to_device = false;  // direction of a copy
-  EventId event{};
-  // kCopy: where bytes were saved on more than one stream, the events of the others.
-  std::vector<EventId> more_events = {};
-  StreamRef stream{};
+  EventId event{};         // kRecord
+  StreamRef stream{};      // kRecord
+  // kCopy: one event for each stream that wrote the bytes or may still use the memory they go to.
+  std::vector<EventId> after = {};
   std::uint64_t nbytes = 0;   // kAlloc
   std::uint64_t residue = 0;  // kAlloc: address modulo kAlignmentBytes
   Plan plan = {};             // kCopy

@@ -134,6 +134,7 @@ class Engine {
 
   // engine_restore.cc
   void claim(Entry& entry, TicketRecord& ticket, PassId pass);
+  void begin_claims(Entry& entry, PassId pass);
   void begin_load(Entry& entry, bool guess);
   void finish_load(Entry& entry, bool ok, Commands& commands);
   void prefetch(const Entry& after, PassId pass, Commands& commands);

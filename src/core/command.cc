@@ -7,9 +7,8 @@ namespace {
 std::string number(std::uint64_t n) { return std::to_string(n); }
 
 std::string after(const Command& command) {
-  if (value(command.event) == 0) return "";
-  std::string text = " after event " + number(value(command.event));
-  for (const EventId event : command.more_events) text += ", " + number(value(event));
+  std::string text;
+  for (const EventId event : command.after) text += (text.empty() ? " after event " : ", ") + number(value(event));
   return text;
 }
 

@@ -61,13 +61,7 @@ void Engine::start_offload(Entry& entry, Commands& commands) {
                   .storage = entry.id,
                   .copy = copy,
                   .plan = plan_offload(source, missing, block->place)};
-  for (const SavedEvent& saved : entry.events) {
-    if (value(command.event) == 0) {
-      command.event = saved.event;
-    } else {
-      command.more_events.push_back(saved.event);
-    }
-  }
+  for (const SavedEvent& saved : entry.events) command.after.push_back(saved.event);
   entry.events.clear();
   commands.push_back(std::move(command));
   bound_in_flight(commands);

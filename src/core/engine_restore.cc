@@ -34,6 +34,8 @@ RestoreVerdict Engine::restore(TicketId ticket, PassId pass, bool live, bool sha
     verdict.outcome = RestoreOutcome::kPending;
     if (entry.restored == Restored::kLoading) verdict.load = entry.load;
     entry.unwanted = false;
+    // A guess of a pass that is over: from now on it is for this one, and is kept when it arrives.
+    if (value(pass) != 0) begin_claims(entry, pass);
     return verdict;
   } else if (shared && entry.restored == Restored::kReady && entry.restored_valid.contains(range)) {
     verdict.outcome = RestoreOutcome::kShared;
@@ -59,13 +61,16 @@ RestoreVerdict Engine::restore(TicketId ticket, PassId pass, bool live, bool sha
 
 void Engine::claim(Entry& entry, TicketRecord& ticket, PassId pass) {
   if (value(pass) == 0) return;
-  if (entry.pass != pass) {
-    entry.pass = pass;
-    entry.unserved = entry.live_tickets;
-  }
+  begin_claims(entry, pass);
   if (ticket.served == pass) return;
   ticket.served = pass;
   if (entry.unserved > 0) --entry.unserved;
+}
+
+void Engine::begin_claims(Entry& entry, PassId pass) {
+  if (entry.pass == pass) return;
+  entry.pass = pass;
+  entry.unserved = entry.live_tickets;
 }
 
 void Engine::begin_load(Entry& entry, bool guess) {
@@ -102,16 +107,17 @@ Commands Engine::allocated(StorageId storage, const StorageRef& restored, Stream
   entry->load = CopyId{++last_copy_};
   copies_[entry->load] = {storage, true};
   load_changed_.notify_all();
-  EventId event{};
+  std::vector<EventId> after;
   if (value(stream) != 0) {
-    event = EventId{++last_event_};
+    const EventId event{++last_event_};
+    after.push_back(event);
     commands.push_back({.kind = CommandKind::kRecord, .storage = storage, .event = event, .stream = stream});
   }
   commands.push_back({.kind = CommandKind::kCopy,
                       .storage = storage,
                       .copy = entry->load,
                       .to_device = true,
-                      .event = event,
+                      .after = std::move(after),
                       .plan = plan_restore(entry->to_load(), {Tier::kDevice, restored.address, 0})});
   return commands;
 }
@@ -165,14 +171,13 @@ void Engine::prefetch(const Entry& after, PassId pass, Commands& commands) {
     if (--steps < 0) return false;
     const bool served = entry.pass == pass && entry.unserved == 0;
     const bool needs_load = !entry.leased() && !entry.valid.empty() && !entry.restored_held && !entry.loading();
-    if (entry.epoch != after.epoch || entry.dying || served || !needs_load) return true;
+    // Somebody may hold what this pass was given before: its other views must be views of that.
+    const bool given = entry.pass == pass && entry.restored == Restored::kReady;
+    if (entry.epoch != after.epoch || entry.dying || served || given || !needs_load) return true;
     // In order of need: what does not fit is not overtaken by an older one of the same device.
     const DeviceId device = entry.source.device;
     if (guessed_bytes_[device] + load_bytes(entry) > config_.prefetch_bytes) return device != after.source.device;
-    if (entry.pass != pass) {
-      entry.pass = pass;
-      entry.unserved = entry.live_tickets;
-    }
+    begin_claims(entry, pass);
     begin_load(entry, true);
     commands.push_back({.kind = CommandKind::kAlloc,
                         .storage = entry.id,

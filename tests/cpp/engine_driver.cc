@@ -323,10 +323,9 @@ void Driver::start(const Command& command) {
   {
     const Lock lock(mutex_);
     copies_[command.copy] = command;
-    if (value(command.event) != 0) {
-      EXPECT_TRUE(recorded_.contains(command.event)) << "copy after an event that was not recorded";
+    for (const EventId event : command.after) {
+      EXPECT_TRUE(recorded_.contains(event)) << "copy after an event that was not recorded";
     }
-    for (const EventId event : command.more_events) EXPECT_TRUE(recorded_.contains(event));
     if (command.to_device) items_.at(command.storage).load = command.copy;
   }
   if (!options_.hold_copies) complete(command.copy);

@@ -246,7 +246,7 @@ TEST(EngineRestore, RecordsAtAllocationBeforeTheLoad) {
   EXPECT_EQ(commands[0].stream, StreamRef{5});
   EXPECT_EQ(commands[0].storage, StorageId{1});
   EXPECT_EQ(commands[1].kind, CommandKind::kCopy);
-  EXPECT_EQ(commands[1].event, commands[0].event);
+  EXPECT_EQ(commands[1].after, std::vector{commands[0].event});
 }
 
 TEST(EngineRestore, TooSmallAStorageIsRefused) {
