@@ -526,6 +526,8 @@ class Session:
             entry.arriving = None
 
     def _warn_tier_full(self, command: _core.Command) -> None:
+        if not process.usable():
+            return  # a thread that outlives the interpreter's main one
         entry = self._entries.get(command.storage)
         nbytes = entry.ref.nbytes if entry is not None else 0
         option = "max_disk_bytes" if self._file is not None else "max_host_bytes"

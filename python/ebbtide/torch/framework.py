@@ -24,7 +24,7 @@ _is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _use_count = getattr(torch._C, "_storage_Use_Count", None)
 _graph_task_id = getattr(torch._C, "_current_graph_task_id", None)
 
-_CHECKPOINT_FILE = sys.modules["torch.utils.checkpoint"].__file__ if "torch.utils.checkpoint" in sys.modules else ""
+_APPLY_CODE = torch.autograd.Function.apply.__func__.__code__
 
 
 class WeakStorage:
@@ -93,14 +93,12 @@ class TorchFramework:
         )
 
     def is_region_input(self) -> bool:
-        frame = sys._getframe(2)
-        for _ in range(3):
-            if frame is None:
-                return False
-            if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
-                return True
+        frame = sys._getframe(2).f_back
+        if frame is not None and frame.f_code is _APPLY_CODE:
             frame = frame.f_back
-        return False
+        if frame is None or frame.f_globals.get("__name__") != "torch.utils.checkpoint":
+            return False
+        return frame.f_code.co_name != "backward"  # which recomputes
 
     # --- storages
 

@@ -118,15 +118,12 @@ def test_a_lazy_view_alone_does_not_keep_its_storage(backend):
 
 
 def test_complex_gradients_through_conjugates(torch_backend):
-    import torch
-
     def program(a):
         x = a.exp()
         return (x.conj() * x).sin() @ x.mH
 
     stats = compare(torch_backend, program, [torch_backend.leaf(5, 5, dtype="complex64")])
     assert stats.storages >= 2
-    assert isinstance(program(torch.ones(1, 1, dtype=torch.complex64)), torch.Tensor)
 
 
 # --- where the restored bytes lie

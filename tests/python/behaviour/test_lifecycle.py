@@ -13,7 +13,7 @@ FLOAT = 4
 DOUBLE = 8
 
 
-def network(backend, i=0):
+def network(backend):
     def program(a, w):
         x = backend.op("linear", backend.op("exp", a), w)
         return backend.op("gelu", backend.op("add", x, backend.op("tanh", x)))

@@ -241,3 +241,53 @@ def test_a_backward_that_needs_only_a_part_of_the_graph(torch_backend):
     assert_same(backend, torch.autograd.grad(y.sum(), a), expected)
     y = middle = part = None
     assert_at_rest(tide)
+
+
+def test_what_a_user_kept_of_one_backward_is_found_by_the_next(backend):
+    """While somebody holds what was restored and nothing is guessed, no second storage is loaded."""
+    restored = []
+
+    def program(anchor):
+        x = backend.tensor(5, 4)
+        anchor = backend.save(anchor, [backend.view(x, ("t",))], restored=restored)
+        anchor = backend.save(anchor, [backend.tensor(3, seed=1)])
+        anchor = backend.save(anchor, [x], restored=restored)
+        return backend.save(anchor, [backend.tensor(3, seed=2)])
+
+    tide = backend.offload()
+    forward = backend.forward(program, [backend.leaf(2)], tide)
+    first = backend.bits(forward.gradients(retain=True)[0])
+    assert backend.bits(forward.gradients()[0]) == first
+    assert backend.same_storage(*restored[:2])
+    assert backend.same_storage(*restored[2:])
+    assert backend.prefetches or backend.same_storage(*restored)
+    assert_loaded(tide)
+    forward = None
+    assert_at_rest(tide)
+
+
+def test_a_guess_that_arrives_in_the_next_backward_is_one_storage(backend):
+    """The guess of one graph's backward is still loading when the graph that needs it is run."""
+    restored = []
+
+    def large(anchor):
+        x = backend.tensor(1 << 21, dtype="int64")
+        small = backend.tensor(3)
+        for _ in range(2):
+            anchor = backend.save(anchor, [x, small], restored=restored, peek=2)
+        return anchor
+
+    def guesses(anchor):
+        return backend.save(anchor, [backend.tensor(3)])
+
+    leaf = backend.leaf(2)
+    tide = backend.offload()
+    with tide:
+        needed, other = (backend.forward(program, [leaf]) for program in (large, guesses))
+    other.gradients()
+    needed.gradients()
+    assert backend.same_storage(restored[0], restored[2])
+    assert backend.same_storage(restored[1], restored[3])
+    assert_loaded(tide)
+    needed = other = None
+    assert_at_rest(tide)

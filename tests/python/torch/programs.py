@@ -10,7 +10,7 @@ from pathlib import Path
 
 TIMEOUT_S = 120  # a hang fails the test; nothing waits for it to pass
 
-_PRELUDE = """
+PRELUDE = """
 import torch
 torch.set_num_threads(1)
 import ebbtide.torch as ebb
@@ -20,7 +20,7 @@ from training import *
 """
 
 
-def start(source: str, *arguments: str, prelude: str = _PRELUDE) -> subprocess.Popen[str]:
+def start(source: str, *arguments: str, prelude: str = PRELUDE) -> subprocess.Popen[str]:
     """Starts ``source`` with what the tests share already imported; ``sys.argv[1:]`` as given."""
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
@@ -30,13 +30,13 @@ def start(source: str, *arguments: str, prelude: str = _PRELUDE) -> subprocess.P
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore::DeprecationWarning"},
     )
 
 
-def run(source: str, *arguments: str) -> str:
+def run(source: str, *arguments: str, prelude: str = PRELUDE) -> str:
     """Runs ``source`` to its end; returns what it printed. It must exit with 0 and a silent stderr."""
-    process = start(source, *arguments)
+    process = start(source, *arguments, prelude=prelude)
     try:
         out, errors = process.communicate(timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:

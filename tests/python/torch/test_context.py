@@ -12,10 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-
-import ebbtide.torch as ebb
-from ebbtide import CheckpointPolicy, UsageError, process
-from ebbtide.torch.framework import TorchFramework
 from support import assert_at_rest, assert_loaded, assert_same_bits
 from training import (
     assert_step_equal,
@@ -26,6 +22,10 @@ from training import (
     raised_text,
     step,
 )
+
+import ebbtide.torch as ebb
+from ebbtide import CheckpointPolicy, UsageError, process
+from ebbtide.torch.framework import TorchFramework
 
 
 @pytest.mark.parametrize("to", ["disk", "host"])

@@ -10,13 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-
 from descriptors import bad_disk, flipped, full_disk, truncated
+from support import assert_at_rest, assert_loaded, assert_same_bits
+from torch import nn
+from training import (
+    assert_step_equal,
+    gradients,
+    make_input,
+    make_model,
+    offload,
+    raised_text,
+    step,
+)
+
 from ebbtide import CheckpointPolicy, CorruptionError, DeviceError, SpillError, UsageError
 from ebbtide.torch.framework import TorchFramework
-from support import assert_at_rest, assert_loaded, assert_same_bits
-from training import assert_step_equal, gradients, make_input, make_model, offload, raised_text, step
 
 
 class Odd(Exception):

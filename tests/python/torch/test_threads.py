@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-
 from descriptors import bad_disk
-from ebbtide import SpillError
-from ebbtide.torch.framework import TorchFramework
 from support import assert_at_rest, assert_loaded, assert_same_bits
 from training import gradients, make_input, make_model, offload, step
+
+from ebbtide import SpillError
+from ebbtide.torch.framework import TorchFramework
 
 THREADS = 4
 STEPS = 12
@@ -183,15 +183,18 @@ def test_second_thread_waits_while_the_first_allocates(monkeypatch: pytest.Monke
         assert asked.wait(TIMEOUT_S)
         return original(self, nbytes, residue, device)
 
+    graph = [*losses]
+
     def differentiate(index: int) -> torch.Tensor:
         assert index == 0 or held.wait(TIMEOUT_S)
-        return torch.autograd.grad(losses[index], w, retain_graph=True)[0]
+        return torch.autograd.grad(graph[index], w, retain_graph=True)[0]
 
     with monkeypatch.context() as patch:
         patch.setattr(TorchFramework, "allocate", allocate)
         patch.setattr(tide._session, "_engine", Engine())
         assert_same_bits(in_threads(differentiate, count=2), expected)
     assert_loaded(tide)
+    graph.clear()
     del losses
     assert_at_rest(tide)
 

@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from support import EXACT, assert_at_rest, assert_loaded, assert_same_bits
 from torch import nn
 
 import ebbtide.torch as ebb
-from support import EXACT, assert_at_rest, assert_loaded, assert_same_bits
 
 WIDTH = 32
 
