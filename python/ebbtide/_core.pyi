@@ -1,0 +1,275 @@
+"""C++ core of Ebbtide. Private: use the Python package."""
+
+from collections.abc import Sequence
+import enum
+
+
+class Stats:
+    @property
+    def saved_tensors(self) -> int: ...
+
+    @property
+    def saved_bytes(self) -> int: ...
+
+    @property
+    def exact_duplicates(self) -> int: ...
+
+    @property
+    def storages(self) -> int: ...
+
+    @property
+    def unique_bytes(self) -> int: ...
+
+    @property
+    def kept(self) -> dict[str, int]: ...
+
+    @property
+    def d2h_copies(self) -> int: ...
+
+    @property
+    def d2h_bytes(self) -> int: ...
+
+    @property
+    def h2d_copies(self) -> int: ...
+
+    @property
+    def h2d_bytes(self) -> int: ...
+
+    @property
+    def spilled_bytes(self) -> int: ...
+
+    @property
+    def freed_bytes(self) -> int: ...
+
+    @property
+    def unfreed_bytes(self) -> int: ...
+
+    @property
+    def parked(self) -> int: ...
+
+    @property
+    def live_hits(self) -> int: ...
+
+    @property
+    def prefetch_hits(self) -> int: ...
+
+    @property
+    def prefetch_misses(self) -> int: ...
+
+    @property
+    def entries(self) -> int: ...
+
+    @property
+    def device_bytes(self) -> int: ...
+
+    @property
+    def tier_bytes(self) -> int: ...
+
+    @property
+    def peak_tier_bytes(self) -> int: ...
+
+class CommandKind(enum.IntEnum):
+    PROBE = 0
+
+    RECORD = 1
+
+    COPY = 2
+
+    WAIT = 3
+
+    ALLOC = 4
+
+    RELEASE_LEASE = 5
+
+    RELEASE_RESTORED = 6
+
+    FORGET = 7
+
+    TIER_FULL = 8
+
+class Command:
+    @property
+    def kind(self) -> int: ...
+
+    @property
+    def storage(self) -> int: ...
+
+    @property
+    def copy(self) -> int: ...
+
+    @property
+    def event(self) -> int: ...
+
+    @property
+    def stream(self) -> int: ...
+
+    @property
+    def to_device(self) -> bool: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def residue(self) -> int: ...
+
+    def __repr__(self) -> str: ...
+
+class BlockSpace:
+    @property
+    def used_bytes(self) -> int: ...
+
+    @property
+    def reserved_bytes(self) -> int: ...
+
+class HostPool(BlockSpace):
+    def __init__(self, slab_bytes: int = 67108864) -> None: ...
+
+    def trim(self) -> int: ...
+
+    @property
+    def slab_allocations(self) -> int: ...
+
+class SpillFile(BlockSpace):
+    def __init__(self, directory: str, allow_tmpfs: bool = False) -> None: ...
+
+    def trim(self) -> bool: ...
+
+    @property
+    def directory(self) -> str: ...
+
+    @property
+    def descriptor(self) -> int: ...
+
+class SaveOutcome(enum.IntEnum):
+    KEPT = 0
+
+    NEW = 1
+
+    JOINED = 2
+
+    DUPLICATE = 3
+
+class RestoreOutcome(enum.IntEnum):
+    LIVE = 0
+
+    SHARED = 1
+
+    LOAD = 2
+
+    PENDING = 3
+
+class KeepReason(enum.Enum):
+    PARAMETER = 0
+
+    PARAMETER_CAST = 1
+
+    SMALL = 2
+
+    POLICY = 3
+
+    LAST = 4
+
+    UNSUPPORTED = 5
+
+    DEVICE = 6
+
+    BUDGET = 7
+
+    HOST_FULL = 8
+
+    CAPTURE = 9
+
+class SaveVerdict:
+    @property
+    def outcome(self) -> int: ...
+
+    @property
+    def reason(self) -> KeepReason: ...
+
+    @property
+    def ticket(self) -> int: ...
+
+    @property
+    def storage(self) -> int: ...
+
+    @property
+    def lease(self) -> bool: ...
+
+    @property
+    def commands(self) -> list[Command]: ...
+
+class RestoreVerdict:
+    @property
+    def outcome(self) -> int: ...
+
+    @property
+    def load(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def residue(self) -> int: ...
+
+    @property
+    def commands(self) -> list[Command]: ...
+
+class Engine:
+    def __init__(self, space: BlockSpace, *, min_bytes: int, keep_last_bytes: int, prefetch_bytes: int, in_flight_bytes: int, max_tier_bytes: int) -> None: ...
+
+    def begin_epoch(self) -> int: ...
+
+    def end_epoch(self, epoch: int) -> list[Command]: ...
+
+    def kept(self, reason: KeepReason, nbytes: int) -> None: ...
+
+    def save(self, device: int, identity: int, address: int, nbytes: int, storage_offset: int, itemsize: int, kind: int, sizes: Sequence[int], strides: Sequence[int], version: int, epoch: int, stream: int, forced: bool, spoiled: bool) -> SaveVerdict: ...
+
+    def drop(self, ticket: int) -> list[Command]: ...
+
+    def probed(self, storage: int, holders: int, same: bool, intact: bool) -> list[Command]: ...
+
+    def completed(self, copy: int, ok: bool, holders: int, same: bool, intact: bool) -> list[Command]: ...
+
+    def allocated(self, storage: int, device: int, identity: int, address: int, nbytes: int, stream: int) -> list[Command]: ...
+
+    def allocation_failed(self, storage: int) -> list[Command]: ...
+
+    def restore(self, ticket: int, pass_id: int, live: bool, shared: bool) -> RestoreVerdict: ...
+
+    def wait_allocated(self, storage: int) -> None: ...
+
+    def end_pass(self, pass_id: int) -> list[Command]: ...
+
+    def stats(self) -> Stats: ...
+
+    def reset_stats(self) -> None: ...
+
+class CompletionQueue:
+    def __init__(self) -> None: ...
+
+    @property
+    def ready(self) -> bool: ...
+
+    def pop(self) -> tuple[int, BaseException | None] | None: ...
+
+class HostExecutor:
+    def __init__(self, threads: int, queue_depth: int) -> None: ...
+
+    def submit(self, command: Command, file: SpillFile | None, queue: CompletionQueue) -> None: ...
+
+    def wait(self, copy: int, queue: CompletionQueue) -> None: ...
+
+    def drain(self, queue: CompletionQueue) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+    @property
+    def pending(self) -> int: ...
+
+    @property
+    def running_threads(self) -> int: ...
+
+def fix_malloc_threshold(nbytes: int) -> bool: ...
+
+def keep_forever(object: object | None) -> None: ...
