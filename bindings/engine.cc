@@ -94,16 +94,16 @@ void bind_engine(nb::module_& m) {
           "drop", [](Engine& engine, std::uint64_t ticket) { return engine.drop(TicketId{ticket}); }, nb::arg("ticket"))
       .def(
           "probed",
-          [](Engine& engine, std::uint64_t storage, std::uint64_t holders, bool same, bool intact) {
-            return engine.probed(StorageId{storage}, {holders, same, intact});
+          [](Engine& engine, std::uint64_t storage, std::uint64_t holders, bool same, bool intact, bool spoiled) {
+            return engine.probed(StorageId{storage}, {holders, same, intact, spoiled});
           },
-          nb::arg("storage"), nb::arg("holders"), nb::arg("same"), nb::arg("intact"))
+          nb::arg("storage"), nb::arg("holders"), nb::arg("same"), nb::arg("intact"), nb::arg("spoiled"))
       .def(
           "completed",
-          [](Engine& engine, std::uint64_t copy, bool ok, std::uint64_t holders, bool same, bool intact) {
-            return engine.completed(CopyId{copy}, ok, {holders, same, intact});
+          [](Engine& engine, std::uint64_t copy, bool ok, std::uint64_t holders, bool same, bool intact, bool spoiled) {
+            return engine.completed(CopyId{copy}, ok, {holders, same, intact, spoiled});
           },
-          nb::arg("copy"), nb::arg("ok"), nb::arg("holders"), nb::arg("same"), nb::arg("intact"))
+          nb::arg("copy"), nb::arg("ok"), nb::arg("holders"), nb::arg("same"), nb::arg("intact"), nb::arg("spoiled"))
       .def(
           "allocated",
           [](Engine& engine, std::uint64_t storage, std::int64_t device, std::uint64_t identity, std::uint64_t address,

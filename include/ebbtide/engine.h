@@ -12,6 +12,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <unordered_map>
 
 #include "ebbtide/block_space.h"
 #include "ebbtide/command.h"
@@ -59,9 +60,12 @@ struct RestoreVerdict {
 };
 
 struct ProbeAnswer {
-  std::uint64_t holders = 0;  // besides the session; 0 when the framework cannot tell
-  bool same = true;           // address and nbytes are those of the save
-  bool intact = true;         // no in-place counter moved since the saves
+  // References besides this entry's lease; 0 when the framework cannot tell. The leases of other entries on the same
+  // storage may be among them: the engine takes them off.
+  std::uint64_t holders = 0;
+  bool same = true;      // address and nbytes are those of the save
+  bool intact = true;    // no in-place counter moved since the saves
+  bool spoiled = false;  // every one moved: whoever asks for a saved view is refused
 };
 
 class Engine {
@@ -129,6 +133,8 @@ class Engine {
   void start_offload(Entry& entry, Commands& commands);
   void bound_in_flight(Commands& commands);
   void finish_offload(Entry& entry, bool ok, const ProbeAnswer& answer, Commands& commands);
+  void leave_changed(Entry& entry, const ProbeAnswer& answer, Commands& commands);
+  [[nodiscard]] bool held_by_others(const Entry& entry, const ProbeAnswer& answer) const;
   void pin(Entry& entry);
   void keep_on_device(Entry& entry, Commands& commands);
 
@@ -144,6 +150,7 @@ class Engine {
 
   // engine.cc
   void set_lease(Entry& entry, Lease lease);
+  void release_lease(Entry& entry, Commands& commands);
   void set_found_held(Entry& entry, bool held);
   void hold_restored(Entry& entry, bool held);
   void finish_entry(Entry& entry, Commands& commands);
@@ -159,6 +166,8 @@ class Engine {
   std::map<DeviceId, Window> windows_;
   std::deque<StorageId> due_;             // parked, or with bytes saved while a copy ran
   std::map<CopyId, RunningCopy> copies_;  // oldest first
+  // Leased entries by the identity of their storage: one storage may be saved in several epochs.
+  std::unordered_map<std::uint64_t, std::uint64_t> leases_;
   std::uint64_t in_flight_bytes_ = 0;
   std::map<DeviceId, std::uint64_t> guessed_bytes_;
   std::uint64_t last_copy_ = 0;

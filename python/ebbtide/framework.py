@@ -82,8 +82,8 @@ class Framework(Protocol):
     def lock(self, weak: Weak) -> Storage | None:
         """The storage if it is still alive."""
 
-    def holders(self, storage: Storage) -> int:
-        """Who holds the storage besides the caller's one reference; 0 where the framework cannot tell."""
+    def holders(self, held: list[Storage]) -> int:
+        """Who holds the last storage of ``held`` besides that list; 0 where the framework cannot tell."""
 
     def allocate(self, nbytes: int, residue: int, device: int) -> Storage:
         """New memory whose address is ``residue`` modulo 512. Raises MemoryError when there is none."""

@@ -41,9 +41,9 @@ _LOAD = int(RestoreOutcome.LOAD)
 _NO_LIMIT = (1 << 64) - 1
 
 # A probe of a storage that another thread is just saving: look again later.
-_HELD = (1, True, True)
+_HELD = (1, True, True, False)
 # The storage could not be looked at: it stays on the device.
-_UNKNOWN = (1, False, True)
+_UNKNOWN = (1, False, True, False)
 
 
 class Kept:
@@ -444,13 +444,20 @@ class Session:
         finally:
             self._run(self._engine.probed(command.storage, *answer))
 
-    def _inspect(self, entry: StorageEntry) -> tuple[int, bool, bool]:
-        """Other holders, whether the memory is where it was, whether no counter moved: the answer to a probe."""
+    def _inspect(self, entry: StorageEntry) -> tuple[int, bool, bool, bool]:
+        """Answers a probe: other holders, whether the memory is the same, whether no counter moved, whether all did."""
         lease = entry.lease
         if lease is None:
             return _HELD
         same = self._framework.storage_ref(lease) == entry.ref
-        return self._framework.holders(lease), same, self._intact(entry)
+        del lease  # the list of leases is its only holder here
+        version = self._framework.version
+        moved = [version(witness) != saved for witness, saved in entry.witnesses]
+        spoiled = bool(moved) and all(moved)
+        try:
+            return self._framework.holders(entry.leases), same, not any(moved), spoiled
+        except IndexError:
+            return _HELD  # released meanwhile
 
     def _intact(self, entry: StorageEntry) -> bool:
         version = self._framework.version

@@ -68,9 +68,22 @@ void Engine::reset_stats() {
 }
 
 void Engine::set_lease(Entry& entry, Lease lease) {
-  if (!entry.leased() && lease != Lease::kNone) stats_.device_bytes += entry.source.nbytes;
-  if (entry.leased() && lease == Lease::kNone) stats_.device_bytes -= entry.source.nbytes;
+  const bool before = entry.leased();
   entry.lease = lease;
+  if (before == entry.leased()) return;
+  std::uint64_t& leases = leases_[entry.source.identity];
+  if (entry.leased()) {
+    if (leases++ == 0) stats_.device_bytes += entry.source.nbytes;
+  } else if (--leases == 0) {
+    stats_.device_bytes -= entry.source.nbytes;
+    leases_.erase(entry.source.identity);
+  }
+}
+
+void Engine::release_lease(Entry& entry, Commands& commands) {
+  if (!entry.leased()) return;
+  set_lease(entry, Lease::kNone);
+  commands.push_back({.kind = CommandKind::kReleaseLease, .storage = entry.id});
 }
 
 void Engine::set_found_held(Entry& entry, bool held) {
@@ -92,8 +105,7 @@ void Engine::finish_entry(Entry& entry, Commands& commands) {
   if (entry.leased() && !copying) {
     if (windows_[entry.source.device].remove(entry.id)) stats_.keep(KeepReason::kLast);
     set_found_held(entry, false);
-    set_lease(entry, Lease::kNone);
-    commands.push_back({.kind = CommandKind::kReleaseLease, .storage = entry.id});
+    release_lease(entry, commands);
   }
   if (entry.loading()) return;
   release_restored(entry, commands);

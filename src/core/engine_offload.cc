@@ -30,9 +30,8 @@ Commands Engine::probed(StorageId storage, const ProbeAnswer& answer) {
   Entry* entry = registry_.find(storage);
   if (entry == nullptr || entry->lease != Lease::kProbing) return commands;
   if (!answer.same || !answer.intact) {
-    entry->closed = true;
-    pin(*entry);
-  } else if (answer.holders > 0) {
+    leave_changed(*entry, answer, commands);
+  } else if (held_by_others(*entry, answer)) {
     set_found_held(*entry, true);
     set_lease(*entry, Lease::kDue);
     due_.push_back(storage);
@@ -103,8 +102,9 @@ void Engine::finish_offload(Entry& entry, bool ok, const ProbeAnswer& answer, Co
 
   if (!ok || !answer.same || !answer.intact) {
     give_block(block);
-    if (!answer.same || !answer.intact) entry.closed = true;
-    if (ok || entry.dying) {
+    if (!answer.same || !answer.intact) {
+      leave_changed(entry, answer, commands);
+    } else if (entry.dying) {
       pin(entry);
     } else {
       keep_on_device(entry, commands);
@@ -117,14 +117,30 @@ void Engine::finish_offload(Entry& entry, bool ok, const ProbeAnswer& answer, Co
     stats_.d2h_bytes += copied.nbytes();
     if (block.place.tier == Tier::kFile) stats_.spilled_bytes += copied.nbytes();
     if (entry.missing().empty()) {
-      (answer.holders > 0 ? stats_.unfreed_bytes : stats_.freed_bytes) += entry.source.nbytes;
-      set_lease(entry, Lease::kNone);
-      commands.push_back({.kind = CommandKind::kReleaseLease, .storage = entry.id});
+      (held_by_others(entry, answer) ? stats_.unfreed_bytes : stats_.freed_bytes) += entry.source.nbytes;
+      release_lease(entry, commands);
     } else {
       due_.push_back(entry.id);
     }
   }
   if (entry.dying) finish_entry(entry, commands);
+}
+
+void Engine::leave_changed(Entry& entry, const ProbeAnswer& answer, Commands& commands) {
+  entry.closed = true;
+  // Plain autograd keeps what it can no longer use; here nobody may ask for it, so it need not stay.
+  if (answer.spoiled) {
+    set_found_held(entry, false);
+    release_lease(entry, commands);
+  } else {
+    pin(entry);
+  }
+}
+
+bool Engine::held_by_others(const Entry& entry, const ProbeAnswer& answer) const {
+  const auto found = leases_.find(entry.source.identity);
+  const std::uint64_t own = found == leases_.end() ? 0 : found->second - 1;
+  return answer.holders > own;
 }
 
 void Engine::pin(Entry& entry) {

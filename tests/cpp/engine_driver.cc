@@ -394,15 +394,21 @@ ProbeAnswer Driver::inspect(StorageId id) {
   const auto found = items_.find(id);
   if (found == items_.end() || found->second.lease == nullptr) return {.holders = 1};
   const Storage& lease = found->second.lease;
-  long own = 0;
-  for (const auto& [other, item] : items_) own += (item.lease == lease) + (item.restored == lease);
+  long own = 1;
+  for (const auto& [other, item] : items_) own += item.restored == lease;
   return {.holders = static_cast<std::uint64_t>(std::max(lease.use_count() - own, 0L)),
           .same = lease->ref == found->second.ref,
-          .intact = intact(found->second)};
+          .intact = intact(found->second),
+          .spoiled = spoiled(found->second)};
 }
 
 bool Driver::intact(const Item& item) {
   return std::ranges::all_of(item.versions, [](const auto& seen) { return seen.first->load() == seen.second; });
+}
+
+bool Driver::spoiled(const Item& item) {
+  return !item.versions.empty() &&
+         std::ranges::none_of(item.versions, [](const auto& seen) { return seen.first->load() == seen.second; });
 }
 
 void Driver::expect_at_rest() {

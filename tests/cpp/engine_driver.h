@@ -154,6 +154,7 @@ class Driver {
   CopyId adopt(StorageId id, const Storage& storage);  // the copy that fills it
   ProbeAnswer inspect(StorageId id);
   static bool intact(const Item& item);
+  static bool spoiled(const Item& item);
   template <class Made>
   Made note(const Call& call, Made made);
 

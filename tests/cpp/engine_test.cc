@@ -369,9 +369,8 @@ TEST(EngineOffload, WrittenBeforeItsCopyIsNeverCopied) {
   const Saved next = driver.pack(filled(driver, 64), bytes_view(0, 64), EpochId{1});
   for (int i = 0; i < 3; ++i) driver.end_epoch(EpochId{1});
   EXPECT_EQ(driver.engine.stats().d2h_copies, 0u);
-  EXPECT_EQ(driver.device.used_bytes(), 128u) << "stays as long as plain autograd keeps it";
+  EXPECT_EQ(driver.device.used_bytes(), 64u) << "nobody may ask for it, so it need not stay";
   driver.drop(spoiled);
-  EXPECT_EQ(driver.device.used_bytes(), 64u);
   driver.drop(next);
   driver.expect_at_rest();
 }
@@ -383,6 +382,39 @@ TEST(EngineOffload, ProbeThatFindsAWriteStartsNoCopy) {
   EXPECT_EQ(engine.stats().tier_bytes, 0u);
   EXPECT_TRUE(engine.end_epoch(EpochId{2}).empty()) << "not looked at again";
   EXPECT_EQ(engine.save(request(1, 64)).outcome, SaveOutcome::kNew);
+}
+
+TEST(EngineOffload, LetsGoOfAStorageThatNobodyMayAskForAnyMore) {
+  Engine engine({}, std::make_shared<FakeSpace>(1 << 20));
+  const SaveVerdict saved = engine.save(request(1, 64));
+  const Commands commands = engine.probed(saved.storage, {.intact = false, .spoiled = true});
+  EXPECT_EQ(kinds(commands), std::vector{CommandKind::kReleaseLease});
+  EXPECT_EQ(engine.stats().device_bytes, 0u);
+  EXPECT_EQ(engine.stats().d2h_bytes, 0u);
+  EXPECT_EQ(kinds(engine.drop(saved.ticket)), std::vector{CommandKind::kForget});
+}
+
+TEST(EngineOffload, LetsGoOfAStorageThatWasSpoiledDuringItsCopy) {
+  const auto space = std::make_shared<FakeSpace>(1 << 20);
+  Engine engine({.in_flight_bytes = 1 << 20}, space);
+  const SaveVerdict saved = engine.save(request(1, 64));
+  const Commands copy = engine.probed(saved.storage, kFree);
+  const Commands commands = engine.completed(copy.front().copy, true, {.intact = false, .spoiled = true});
+  EXPECT_EQ(kinds(commands), std::vector{CommandKind::kReleaseLease});
+  EXPECT_EQ(space->used_bytes(), 0u);
+}
+
+TEST(EngineOffload, ALeaseOfItsOwnIsNoHolder) {
+  Engine engine({.in_flight_bytes = 1 << 20}, std::make_shared<FakeSpace>(1 << 20));
+  SaveRequest again = request(1, 64);
+  const SaveVerdict first = engine.save(again);
+  EXPECT_TRUE(engine.probed(first.storage, kHeld).empty());
+  again.epoch = EpochId{7};
+  const SaveVerdict second = engine.save(again);
+  EXPECT_EQ(second.outcome, SaveOutcome::kNew);
+  EXPECT_EQ(engine.stats().device_bytes, 64u) << "one storage, two leases";
+  EXPECT_EQ(kinds(engine.probed(second.storage, kHeld)), std::vector{CommandKind::kCopy}) << "held by the first lease";
+  EXPECT_TRUE(engine.probed(first.storage, {.holders = 2}).empty()) << "somebody else too";
 }
 
 TEST(EngineOffload, ChangedMemoryIsNeverCopiedAndTakesNoViews) {
@@ -409,7 +441,7 @@ TEST(EngineOffload, TornCopyIsDiscarded) {
   const Stats stats = driver.engine.stats();
   EXPECT_EQ(stats.d2h_copies, 0u);
   EXPECT_EQ(stats.tier_bytes, 0u);
-  EXPECT_EQ(stats.device_bytes, 64u);
+  EXPECT_EQ(stats.device_bytes, 0u);
   EXPECT_THROW((void)driver.engine.restore(saved.ticket, PassId{1}, false, false), Error);
   driver.drop(saved);
   driver.expect_at_rest();

@@ -10,6 +10,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 try:
     import torch
 except ImportError:
-    collect_ignore_glob = ["torch/*"]
+    collect_ignore_glob = ["models/*", "torch/*"]
 else:
     torch.set_num_threads(1)

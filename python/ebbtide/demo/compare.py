@@ -47,6 +47,8 @@ def run_mode(mode: str, settings: Settings, on_step: Callable[[int], None]) -> R
 def _follow(lines: IO[str] | None, on_step: Callable[[int], None]) -> Result | None:
     result: Result | None = None
     for line in lines or ():
+        if not line.startswith("{"):  # a library's own output, past Python's stdout
+            continue
         event: dict[str, Any] = json.loads(line)
         if "step" in event:
             on_step(event["step"])

@@ -21,13 +21,13 @@ DEFAULT_MODES = tuple(MODES)
 class Settings:
     """Sizes of the model and of its training."""
 
-    steps: int = 8
-    layers: int = 8
-    width: int = 384
+    steps: int = 4
+    layers: int = 4
+    width: int = 1024
     """Of the hidden states: a multiple of 64, the width of an attention head."""
-    sequence: int = 256
+    sequence: int = 1024
     """Tokens of a sample; a token is a byte."""
-    batch: int = 8
+    batch: int = 2
     """Samples of a step."""
     to: str = "disk"
     """The tier, as ``ebbtide.torch.offload`` takes it."""

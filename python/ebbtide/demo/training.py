@@ -79,9 +79,10 @@ def train(mode: str, settings: Settings, on_step: Callable[[int], None]) -> Resu
 
     if settings.threads:
         torch.set_num_threads(settings.threads)
+    batches = _batches(read_corpus(settings.sequence + 1), settings)
     torch.manual_seed(settings.seed)
     model = _decoder(settings)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     tide: Any = None
     if mode == "ebbtide":
         import ebbtide.torch
@@ -104,7 +105,6 @@ def train(mode: str, settings: Settings, on_step: Callable[[int], None]) -> Resu
         optimizer.zero_grad(set_to_none=False)
         return loss.detach()
 
-    batches = _batches(settings)
     # Gradients and the optimizer's state are there in every mode: what grows after this step is
     # what a step needs besides.
     step(next(batches)[:1, :_WARM_UP_TOKENS])
@@ -160,11 +160,10 @@ def _decoder(settings: Settings) -> Any:
     return GPT2LMHeadModel(config).train()
 
 
-def _batches(settings: Settings) -> Iterator[Any]:
-    """Random pieces of the corpus, the same ones for one seed: int64 of (batch, sequence)."""
+def _batches(text: bytes, settings: Settings) -> Iterator[Any]:
+    """Random pieces of the text, the same ones for one seed: int64 of (batch, sequence)."""
     import torch
 
-    text = read_corpus(settings.sequence + 1)
     corpus = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     random = torch.Generator().manual_seed(settings.seed)
     last = len(corpus) - settings.sequence

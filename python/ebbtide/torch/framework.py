@@ -40,9 +40,8 @@ class WeakStorage:
         self._free(self.pointer)
 
 
-def _references_of_one_holder() -> int:
-    storage = torch.UntypedStorage(0)
-    return sys.getrefcount(storage)
+_held = [torch.UntypedStorage(0)]
+_REFERENCES_OF_A_LIST = sys.getrefcount(_held[-1])
 
 
 class TorchFramework:
@@ -118,11 +117,12 @@ class TorchFramework:
     def lock(self, weak: WeakStorage) -> torch.UntypedStorage | None:
         return torch.UntypedStorage._new_with_weak_ptr(weak.pointer)
 
-    def holders(self, storage: torch.UntypedStorage) -> int:
+    def holders(self, held: list[torch.UntypedStorage]) -> int:
         if _use_count is None:
             return 0
-        # Tensors hold the storage itself; users may also hold the same Python object as the session.
-        return _use_count(storage._cdata) - 1 + max(0, sys.getrefcount(storage) - _SESSION_REFERENCES)
+        # Tensors hold the storage itself; users may also hold the same Python object as the session. Python's own calls
+        # hold their arguments once or twice (a compiler's or a debugger's frame evaluation), so none is in between.
+        return _use_count(held[-1]._cdata) - 1 + max(0, sys.getrefcount(held[-1]) - _REFERENCES_OF_A_LIST)
 
     def allocate(self, nbytes: int, residue: int, device: int) -> torch.UntypedStorage:
         where = torch.device(self.device_type) if self._is_cpu else torch.device(self.device_type, device)
@@ -216,22 +216,3 @@ def _with_bits(tensor: torch.Tensor, conj: bool, neg: bool) -> torch.Tensor:
     if neg:
         tensor = torch._neg_view(tensor)
     return tensor
-
-
-class _Holder:
-    lease: torch.UntypedStorage | None = None
-
-
-def _session_references() -> int:
-    """References that the session's way of asking shows for a storage nobody else holds."""
-    holder = _Holder()
-    holder.lease = torch.UntypedStorage(8)
-    lease = holder.lease
-    return _count(lease)
-
-
-def _count(storage: torch.UntypedStorage) -> int:
-    return sys.getrefcount(storage)
-
-
-_SESSION_REFERENCES = _session_references()

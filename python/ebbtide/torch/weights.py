@@ -15,15 +15,21 @@ _VIEW_NODES = frozenset(
     {
         "AliasBackward0",
         "AsStridedBackward0",
+        "DiagonalBackward0",
         "ExpandBackward0",
         "PermuteBackward0",
         "ReshapeAliasBackward0",
         "SelectBackward0",
         "SliceBackward0",
         "SplitBackward0",
+        "SplitWithSizesBackward0",
+        "SqueezeBackward0",
         "SqueezeBackward1",
+        "SqueezeBackward2",
         "TBackward0",
         "TransposeBackward0",
+        "UnbindBackward0",
+        "UnfoldBackward0",
         "UnsqueezeBackward0",
         "ViewBackward0",
     }
@@ -86,5 +92,5 @@ class ModelWeights:
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     try:
         return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):
+    except (NotImplementedError, RuntimeError, ValueError):
         return None  # sparse, meta without storage, lazy parameters
