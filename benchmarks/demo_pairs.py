@@ -22,8 +22,19 @@ def run(arguments: list[str]) -> dict[str, dict[str, float]]:
     """One demo in two modes; returns its JSON by mode."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "demo.json"
-        command = [sys.executable, "-m", "ebbtide", "demo", "--modes", "plain,ebbtide", "--json", str(path)]
-        subprocess.run([*command, *arguments], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        command = [
+            sys.executable,
+            "-m",
+            "ebbtide",
+            "demo",
+            "--modes",
+            "plain,ebbtide",
+            "--json",
+            str(path),
+        ]
+        subprocess.run(
+            [*command, *arguments], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         return {row["mode"]: row for row in json.loads(path.read_text())["runs"]}
 
 
@@ -41,7 +52,10 @@ def main() -> None:
     for column in ("", "median", "least", "most"):
         table.add_column(column, justify="right" if column else "left")
     for name, ratios in (("peak memory growth", growth), ("step time", step)):
-        table.add_row(name, *(f"{number:.2f}" for number in (statistics.median(ratios), min(ratios), max(ratios))))
+        table.add_row(
+            name,
+            *(f"{number:.2f}" for number in (statistics.median(ratios), min(ratios), max(ratios))),
+        )
     Console(width=100).print(table)
 
 

@@ -48,7 +48,9 @@ def once(context: AbstractContextManager[Any], x: torch.Tensor, length: int) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--length", type=int, default=1000, help="saved tensors per round")
-    parser.add_argument("--elements", type=int, default=64, help="elements of each tensor (4 bytes)")
+    parser.add_argument(
+        "--elements", type=int, default=64, help="elements of each tensor (4 bytes)"
+    )
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -70,14 +72,21 @@ def main() -> None:
         for name, make in variants.items():
             times[name].append(once(make(), x, options.length))
 
-    table = Table(title=f"host time per saved tensor ({options.elements * 4} bytes), microseconds, median")
+    table = Table(
+        title=f"host time per saved tensor ({options.elements * 4} bytes), microseconds, median"
+    )
     for column in ("hooks", "forward", "backward", "sum", "above identity"):
         table.add_column(column, justify="left" if column == "hooks" else "right")
-    medians = {name: tuple(statistics.median(part) for part in zip(*rows, strict=True)) for name, rows in times.items()}
+    medians = {
+        name: tuple(statistics.median(part) for part in zip(*rows, strict=True))
+        for name, rows in times.items()
+    }
     base = sum(medians["identity"])
     for name, (forward, backward) in medians.items():
         total = forward + backward
-        table.add_row(name, f"{forward:.2f}", f"{backward:.2f}", f"{total:.2f}", f"{total - base:+.2f}")
+        table.add_row(
+            name, f"{forward:.2f}", f"{backward:.2f}", f"{total:.2f}", f"{total - base:+.2f}"
+        )
     Console(width=100).print(table)
 
 

@@ -5,7 +5,9 @@ import torch
 import ebbtide.torch as ebb
 
 torch.manual_seed(0)
-model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.GELU()) for _ in range(8)])
+model = torch.nn.Sequential(
+    *[torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.GELU()) for _ in range(8)]
+)
 optimizer = torch.optim.AdamW(model.parameters())
 batches = [(torch.randn(1024, 512), torch.randn(1024, 512)) for _ in range(3)]
 

@@ -1,8 +1,8 @@
 """Copies code and output between the markers of README.md, so that they cannot drift.
 
-    python tools/update_readme.py            # write the example's code
-    python tools/update_readme.py --check    # fail if README.md differs
-    python tools/update_readme.py --run      # also run the example and write what it prints
+python tools/update_readme.py            # write the example's code
+python tools/update_readme.py --check    # fail if README.md differs
+python tools/update_readme.py --run      # also run the example and write what it prints
 """
 
 from __future__ import annotations

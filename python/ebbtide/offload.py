@@ -13,7 +13,8 @@ from ebbtide.config import OffloadConfig, Resolved
 from ebbtide.errors import UsageError
 from ebbtide.framework import Framework, Tensor, Weights
 from ebbtide.report import Stats, metrics, render_report
-from ebbtide.session import Kept, Session, Ticket
+from ebbtide.saved import Kept, Ticket
+from ebbtide.session import Session
 
 
 class Scope:
@@ -24,7 +25,9 @@ class Scope:
         self._weights = weights
         self._epoch = session.begin_epoch()
         self._left = False
-        self._hooks: AbstractContextManager[Any] = framework.saved_tensor_hooks(self.pack, session.unpack)
+        self._hooks: AbstractContextManager[Any] = framework.saved_tensor_hooks(
+            self.pack, session.unpack
+        )
 
     def pack(self, tensor: Tensor) -> Kept | Ticket:
         if self._left:
@@ -53,7 +56,9 @@ class Offload:
     ``reset_stats``.
     """
 
-    def __init__(self, framework: Framework, config: OffloadConfig, resolved: Resolved, model: Any) -> None:
+    def __init__(
+        self, framework: Framework, config: OffloadConfig, resolved: Resolved, model: Any
+    ) -> None:
         self.config = config
         self._framework = framework
         self._resolved = resolved
@@ -70,14 +75,21 @@ class Offload:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if not self._entered.scopes:
-            raise UsageError("[offload] left on a thread that has not entered it: enter and leave on one thread")
+            raise UsageError(
+                "[offload] left on a thread that has not entered it: enter and leave on one thread"
+            )
         self._entered.scopes.pop().exit()
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        raise UsageError("[offload] is a context, not a decorator: write 'with offload(model):' around the forward")
+        raise UsageError(
+            "[offload] is a context, not a decorator: write 'with offload(model):' around the forward"
+        )
 
     def stats(self) -> Stats:
         """Totals and what is held now, as a frozen dataclass. Bytes, counts, seconds."""
@@ -85,8 +97,8 @@ class Offload:
         return Stats.from_core(
             self._session.stats(),
             on_disk=on_disk,
-            host_reserved_bytes=0 if on_disk else self._session.space.reserved_bytes,
-            exposed_wait_s=self._session.exposed_wait_s,
+            host_reserved_bytes=0 if on_disk else self._session.transfers.space.reserved_bytes,
+            exposed_wait_s=self._session.transfers.exposed_wait_s,
         )
 
     def reset_stats(self) -> None:
@@ -99,7 +111,9 @@ class Offload:
 
     def report(self) -> str:
         """The statistics as a table."""
-        return render_report(self.stats(), f"ebbtide: {self._framework.device_type} to {self._resolved.tier}")
+        return render_report(
+            self.stats(), f"ebbtide: {self._framework.device_type} to {self._resolved.tier}"
+        )
 
     def synchronize(self) -> None:
         """Block until no copy of this object is running."""

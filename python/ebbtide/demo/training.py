@@ -28,6 +28,7 @@ __all__ = ["HEAD_WIDTH", "Result", "Traffic", "train"]
 
 HEAD_WIDTH = 64
 
+_LEARNING_RATE = 3e-5
 _WARM_UP_TOKENS = 8
 
 
@@ -82,7 +83,7 @@ def train(mode: str, settings: Settings, on_step: Callable[[int], None]) -> Resu
     batches = _batches(read_corpus(settings.sequence + 1), settings)
     torch.manual_seed(settings.seed)
     model = _decoder(settings)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
     tide: Any = None
     if mode == "ebbtide":
         import ebbtide.torch
@@ -105,9 +106,11 @@ def train(mode: str, settings: Settings, on_step: Callable[[int], None]) -> Resu
         optimizer.zero_grad(set_to_none=False)
         return loss.detach()
 
-    # Gradients and the optimizer's state are there in every mode: what grows after this step is
-    # what a step needs besides.
+    # Makes gradients and the optimizer's state, which are there in every mode: what grows after
+    # this step is what a step needs besides. At a rate of 0 it leaves the weights alone.
     step(next(batches)[:1, :_WARM_UP_TOKENS])
+    for group in optimizer.param_groups:
+        group["lr"] = _LEARNING_RATE
     if tide is not None:
         tide.reset_stats()
     losses, seconds = [], []

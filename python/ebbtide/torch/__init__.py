@@ -37,7 +37,9 @@ def offload(
     Use as a context around the forward pass; see :class:`ebbtide.torch.Offload`.
     """
     if config is not None and options:
-        raise UsageError(f"[offload] config= and {', '.join(sorted(options))}= given: put all of them into the config")
+        raise UsageError(
+            f"[offload] config= and {', '.join(sorted(options))}= given: put all of them into the config"
+        )
     if config is None:
         config = OffloadConfig.from_options(**options)
     device_type = _device_type(config.device)
@@ -56,9 +58,11 @@ def _device_type(device: Any) -> str:
     try:
         device_type = torch.device(device).type
     except (RuntimeError, TypeError) as error:
-        raise UsageError(f"[offload] device={device!r} is not a torch device: pass 'cpu'") from error
+        raise UsageError(
+            f"[offload] device={device!r} is not a torch device: pass 'cpu'"
+        ) from error
     if device_type != "cpu":
-        raise UsageError(f"[offload] device={device!r}: this release offloads CPU tensors only: pass device='cpu'")
+        raise UsageError(
+            f"[offload] device={device!r}: this release offloads CPU tensors only: pass device='cpu'"
+        )
     return device_type
-
-

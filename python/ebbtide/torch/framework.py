@@ -88,7 +88,12 @@ class TorchFramework:
             kind = self._dtype_kinds.setdefault(dtype, len(self._dtype_kinds) * _MAX_VIEW_KINDS)
         kind += tensor.is_conj() + 2 * tensor.is_neg()
         return ViewMeta(
-            tensor.storage_offset(), tensor.element_size(), kind, tensor.size(), tensor.stride(), dtype
+            tensor.storage_offset(),
+            tensor.element_size(),
+            kind,
+            tensor.size(),
+            tensor.stride(),
+            dtype,
         )
 
     def is_region_input(self) -> bool:
@@ -122,10 +127,18 @@ class TorchFramework:
             return 0
         # Tensors hold the storage itself; users may also hold the same Python object as the session. Python's own calls
         # hold their arguments once or twice (a compiler's or a debugger's frame evaluation), so none is in between.
-        return _use_count(held[-1]._cdata) - 1 + max(0, sys.getrefcount(held[-1]) - _REFERENCES_OF_A_LIST)
+        return (
+            _use_count(held[-1]._cdata)
+            - 1
+            + max(0, sys.getrefcount(held[-1]) - _REFERENCES_OF_A_LIST)
+        )
 
     def allocate(self, nbytes: int, residue: int, device: int) -> torch.UntypedStorage:
-        where = torch.device(self.device_type) if self._is_cpu else torch.device(self.device_type, device)
+        where = (
+            torch.device(self.device_type)
+            if self._is_cpu
+            else torch.device(self.device_type, device)
+        )
         try:
             storage = torch.UntypedStorage(nbytes, device=where)
             shift = (residue - storage.data_ptr()) % _ALIGNMENT_BYTES
@@ -163,7 +176,9 @@ class TorchFramework:
         key = (tensor.dtype, tensor.device)
         empty = self._empty.get(key)
         if empty is None:
-            empty = self._empty.setdefault(key, torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+            empty = self._empty.setdefault(
+                key, torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            )
         return _with_bits(empty, tensor.is_conj(), tensor.is_neg())
 
     def counter_owner(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -176,7 +191,9 @@ class TorchFramework:
             return tensor
         if reason is KeepReason.SMALL and tensor.numel() == 0:
             # A view without elements must not pin the storage it came from.
-            empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            empty = torch.empty_strided(
+                tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
+            )
             return self._emptied(tensor, _with_bits(empty, tensor.is_conj(), tensor.is_neg()))
         # The tensor itself would keep its own node alive for ever where it is the node's output.
         return tensor.detach()
@@ -189,7 +206,9 @@ class TorchFramework:
 
     # --- backward
 
-    def make_view(self, storage: torch.UntypedStorage, view: ViewMeta, witness: torch.Tensor) -> torch.Tensor:
+    def make_view(
+        self, storage: torch.UntypedStorage, view: ViewMeta, witness: torch.Tensor
+    ) -> torch.Tensor:
         data = torch.empty(0, dtype=view.dtype, device=storage.device)
         data.set_(storage, view.storage_offset, view.sizes, view.strides)
         bits = view.kind % _MAX_VIEW_KINDS

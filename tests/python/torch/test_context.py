@@ -140,7 +140,9 @@ def test_hooks_are_gone_after_an_exception() -> None:
 def test_object_dropped_before_backward() -> None:
     model, x = make_model(), make_input()
     expected = step(model, x)
-    used = process.spill_file(Path(ebb.offload(to="disk")._session.space.directory), False)
+    used = process.spill_file(
+        Path(ebb.offload(to="disk")._session.transfers.space.directory), False
+    )
     before = used.used_bytes
     model.zero_grad()
     with offload(model):

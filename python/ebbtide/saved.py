@@ -1,0 +1,111 @@
+"""What stands for a saved tensor between forward and backward, and what ends with it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+from ebbtide import process
+from ebbtide.framework import Storage, StorageRef, Tensor, ViewMeta, Weak, Witness
+
+
+class Owner(Protocol):
+    """Whom tickets and passes tell of their end."""
+
+    def drop(self, ticket: int) -> None: ...
+
+    def end_pass(self, pass_id: int) -> None: ...
+
+
+class Kept:
+    """What pack returns for a tensor that stays on the device."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor, version: int) -> None:
+        self.tensor = tensor
+        self.version = version
+
+
+class StorageEntry:
+    """The framework's objects behind one entry of the engine."""
+
+    __slots__ = (
+        "arriving",
+        "last_witness",
+        "leases",
+        "load_errors",
+        "ref",
+        "restored",
+        "restored_weak",
+        "storage_id",
+        "weak",
+        "witnesses",
+    )
+
+    def __init__(self, storage_id: int, ref: StorageRef, weak: Weak) -> None:
+        self.storage_id = storage_id
+        self.ref = ref
+        self.weak = weak
+        # Any thread may run the engine's commands, and late: a release takes away what it is about, not what came after.
+        # So there is one item per lease, and a restored storage goes by the copy that fills it.
+        self.leases: list[Storage] = []
+        self.restored: dict[int, Storage] = {}
+        self.restored_weak: Weak | None = None
+        self.arriving: Storage | None = None  # memory for a copy that has not begun
+        self.load_errors: dict[int, BaseException] = {}
+        # One witness per in-place counter seen, with the counter's value; dead tickets' witnesses stay: a write through
+        # any of them changes the content for all.
+        self.witnesses: list[tuple[Witness, int]] = []
+        self.last_witness: tuple[weakref.ref[Any], Witness] | None = (
+            None  # with the owner of its counter
+        )
+
+    @property
+    def lease(self) -> Storage | None:
+        last = self.leases[-1:]
+        return last[0] if last else None
+
+
+class Ticket:
+    """What pack returns for a tensor that may be offloaded. Owns the host bytes together with its siblings."""
+
+    __slots__ = ("_session", "entry", "id", "version", "view", "witness")
+
+    def __init__(
+        self,
+        session: Owner,
+        ticket: int,
+        entry: StorageEntry,
+        view: ViewMeta,
+        witness: Witness,
+        version: int,
+    ) -> None:
+        self._session = session
+        self.id = ticket
+        self.entry = entry
+        self.view = view
+        self.witness = witness
+        self.version = version
+
+    def __del__(self) -> None:
+        if process.usable():
+            self._session.drop(self.id)
+
+
+class PassEnd:
+    """Ends a pass when called, or when the backward that holds it dies of an exception."""
+
+    __slots__ = ("_pass_id", "_session")
+
+    def __init__(self, session: Owner, pass_id: int) -> None:
+        self._session: Owner | None = session
+        self._pass_id = pass_id
+
+    def __call__(self) -> None:
+        session, self._session = self._session, None
+        if session is not None and process.usable():
+            session.end_pass(self._pass_id)
+
+    def __del__(self) -> None:
+        self()

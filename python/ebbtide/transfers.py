@@ -1,0 +1,246 @@
+"""Carries out what the engine asks for: probes, copies, allocations, releases; and reports back.
+
+Any thread may run any command. What threads share is changed by single operations on lists and dicts, without locks.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+
+from ebbtide import _core, process
+from ebbtide._core import CommandKind
+from ebbtide.config import Resolved
+from ebbtide.framework import Framework, Storage
+from ebbtide.saved import StorageEntry
+from ebbtide.sizes import format_bytes
+
+_NO_LIMIT = (1 << 64) - 1
+
+# A probe of a storage that another thread is just saving: look again later.
+_HELD = (1, True, True, False)
+# The storage could not be looked at: it stays on the device.
+_UNKNOWN = (1, False, True, False)
+
+
+class Transfers:
+    """One engine, its tier, and the framework objects behind its entries."""
+
+    def __init__(self, framework: Framework, options: Resolved) -> None:
+        self._framework = framework
+        self._tier = options.tier
+        self._file: _core.SpillFile | None = None
+        if options.directory is not None and options.tier == "disk":
+            self._file = process.spill_file(options.directory, options.allow_tmpfs)
+        self.space: _core.BlockSpace = self._file if self._file is not None else process.host_pool()
+        limit = options.max_disk_bytes if self._file is not None else options.max_host_bytes
+        self._max_tier_bytes = _NO_LIMIT if limit is None else limit
+        self.engine = _core.Engine(
+            self.space,
+            min_bytes=options.min_bytes,
+            keep_last_bytes=options.keep_last_bytes,
+            prefetch_bytes=options.prefetch_bytes,
+            in_flight_bytes=options.in_flight_bytes,
+            max_tier_bytes=self._max_tier_bytes,
+        )
+        self.entries: dict[int, StorageEntry] = {}
+        self._executor = process.executor()
+        self._completions = _core.CompletionQueue()
+        self._copies: dict[int, tuple[StorageEntry, bool]] = {}
+        self._copy_error = ""
+        self.exposed_wait_s = 0.0
+
+    def __del__(self) -> None:
+        if not hasattr(self, "_completions"):
+            return
+        if process.usable():
+            # Copies read and write memory that the entries keep alive.
+            self._executor.drain(self._completions)
+        else:
+            # Threads that are not in this process may have left the engine's and the tier's mutexes locked.
+            _core.keep_forever(self.engine)
+
+    def drain(self) -> None:
+        """Blocks until no copy is running, and reports them all."""
+        self._executor.drain(self._completions)
+        self.settle()
+
+    def settle_what_is_done(self) -> None:
+        """``settle``, at the cost of a flag where nothing is done."""
+        if self._completions.ready:
+            self.settle()
+
+    def run(self, commands: list[_core.Command]) -> None:
+        """Runs every command, also after one has failed; then raises the first failure."""
+        failure: BaseException | None = None
+        for command in commands:
+            try:
+                _COMMANDS[command.kind](self, command)
+            except BaseException as error:
+                failure = failure or error
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure  # its traceback holds this frame
+
+    def settle(self) -> None:
+        """Reports every copy that is done; leases leave here."""
+        while (completion := self._completions.pop()) is not None:
+            self._complete(*completion)
+
+    def wait(self, copy: int) -> None:
+        """Blocks until the copy is done and reported; other threads run meanwhile."""
+        started = time.perf_counter()
+        self._executor.wait(copy, self._completions)
+        self.exposed_wait_s += time.perf_counter() - started
+        self.settle()
+
+    def intact(self, entry: StorageEntry) -> bool:
+        version = self._framework.version
+        return all(version(witness) == saved for witness, saved in entry.witnesses)
+
+    def allocate(
+        self, entry: StorageEntry, request: _core.RestoreVerdict | _core.Command
+    ) -> Storage:
+        """Memory for a load that the engine has begun; tells the engine where there is none."""
+        try:
+            return self._framework.allocate(request.nbytes, request.residue, entry.ref.device)
+        except BaseException:
+            self.run(self.engine.allocation_failed(entry.storage_id))
+            raise
+
+    def load(self, entry: StorageEntry, storage: Storage, verdict: _core.RestoreVerdict) -> None:
+        load = self._adopt(entry, storage)
+        self.run(verdict.commands)
+        # Another thread may have taken the completion and not reported it yet.
+        while load in self._copies:
+            self.wait(load)
+        error = entry.load_errors.pop(load, None)
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # its traceback holds this frame
+
+    def _adopt(self, entry: StorageEntry, storage: Storage) -> int:
+        """Starts the load into new memory; returns the copy."""
+        framework = self._framework
+        ref = framework.storage_ref(storage)
+        entry.arriving = storage
+        commands = self.engine.allocated(
+            entry.storage_id, *ref, framework.current_stream(ref.device)
+        )
+        self.run(commands)
+        return max((command.copy for command in commands), default=0)
+
+    def _probe(self, command: _core.Command) -> None:
+        entry = self.entries.get(command.storage)
+        answer = _UNKNOWN
+        try:
+            answer = self._inspect(entry) if entry is not None else _HELD
+        finally:
+            self.run(self.engine.probed(command.storage, *answer))
+
+    def _inspect(self, entry: StorageEntry) -> tuple[int, bool, bool, bool]:
+        """Answers a probe: other holders, whether the memory is the same, whether no counter moved, whether all did."""
+        lease = entry.lease
+        if lease is None:
+            return _HELD
+        same = self._framework.storage_ref(lease) == entry.ref
+        del lease  # the list of leases is its only holder here
+        version = self._framework.version
+        moved = [version(witness) != saved for witness, saved in entry.witnesses]
+        spoiled = bool(moved) and all(moved)
+        try:
+            return self._framework.holders(entry.leases), same, not any(moved), spoiled
+        except IndexError:
+            return _HELD  # released meanwhile
+
+    def _copy(self, command: _core.Command) -> None:
+        entry = self.entries[command.storage]
+        if command.to_device:
+            storage, entry.arriving = entry.arriving, None
+            entry.restored = {command.copy: storage}
+            entry.restored_weak = self._framework.weak(storage)
+        self._copies[command.copy] = (entry, command.to_device)
+        try:
+            self._executor.submit(command, self._file, self._completions)
+        except BaseException as error:
+            self._complete(command.copy, error)
+            if not command.to_device:
+                raise
+
+    def _complete(self, copy: int, error: BaseException | None) -> None:
+        entry, to_device = self._copies[copy]
+        answer = _UNKNOWN
+        try:
+            if to_device and error is not None:
+                entry.load_errors[copy] = error
+            elif error is not None:
+                self._copy_error = str(error)
+            if not to_device:
+                answer = self._inspect(entry)
+        finally:
+            commands = self.engine.completed(copy, error is None, *answer)
+            # Whoever waits for the copy sees it done from here on.
+            del self._copies[copy]
+            self.run(commands)
+
+    def _wait_for(self, command: _core.Command) -> None:
+        self.wait(command.copy)
+
+    def _allocate_ahead(self, command: _core.Command) -> None:
+        """A prefetch: a failure only cancels it."""
+        entry = self.entries[command.storage]
+        try:
+            storage = self.allocate(entry, command)
+        except MemoryError:
+            return
+        self._adopt(entry, storage)
+
+    def _release_lease(self, command: _core.Command) -> None:
+        if (entry := self.entries.get(command.storage)) is not None:
+            del entry.leases[-1:]
+
+    def _release_restored(self, command: _core.Command) -> None:
+        if (entry := self.entries.get(command.storage)) is not None:
+            entry.restored.pop(command.copy, None)
+
+    def _forget(self, command: _core.Command) -> None:
+        # Absent where saving failed before it was made.
+        if (entry := self.entries.pop(command.storage, None)) is not None:
+            entry.leases.clear()
+            entry.restored.clear()
+            entry.arriving = None
+
+    def _warn_tier_full(self, command: _core.Command) -> None:
+        if not process.usable():
+            return  # a thread that outlives the interpreter's main one
+        entry = self.entries.get(command.storage)
+        nbytes = entry.ref.nbytes if entry is not None else 0
+        option = "max_disk_bytes" if self._file is not None else "max_host_bytes"
+        cause = (
+            self._copy_error
+            if self._copy_error
+            else f"{format_bytes(self.space.reserved_bytes)} reserved of {format_bytes(self._max_tier_bytes)} allowed"
+        )
+        warnings.warn(
+            f"[{self._tier} tier] no room for {format_bytes(nbytes)}: {cause}. What does not fit stays on the device "
+            f"(kept['host_full'] counts it): raise {option}, or choose another tier with to=",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+_COMMANDS: dict[int, Callable[[Transfers, _core.Command], None]] = {
+    int(CommandKind.PROBE): Transfers._probe,
+    int(CommandKind.COPY): Transfers._copy,
+    int(CommandKind.WAIT): Transfers._wait_for,
+    int(CommandKind.ALLOC): Transfers._allocate_ahead,
+    int(CommandKind.RELEASE_LEASE): Transfers._release_lease,
+    int(CommandKind.RELEASE_RESTORED): Transfers._release_restored,
+    int(CommandKind.FORGET): Transfers._forget,
+    int(CommandKind.TIER_FULL): Transfers._warn_tier_full,
+}
