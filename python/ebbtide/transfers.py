@@ -5,6 +5,7 @@ Any thread may run any command. What threads share is changed by single operatio
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -220,18 +221,27 @@ class Transfers:
             return  # a thread that outlives the interpreter's main one
         entry = self.entries.get(command.storage)
         nbytes = entry.ref.nbytes if entry is not None else 0
-        option = "max_disk_bytes" if self._file is not None else "max_host_bytes"
-        cause = (
-            self._copy_error
-            if self._copy_error
-            else f"{format_bytes(self.space.reserved_bytes)} reserved of {format_bytes(self._max_tier_bytes)} allowed"
-        )
+        if self._copy_error:
+            cause, remedy = self._copy_error, "choose another tier with to="
+        else:
+            limit = format_bytes(self._max_tier_bytes)
+            cause = f"{format_bytes(self.space.reserved_bytes)} reserved of {limit} allowed"
+            option = "max_disk_bytes" if self._file is not None else "max_host_bytes"
+            remedy = f"raise {option}, or choose another tier with to="
         warnings.warn(
-            f"[{self._tier} tier] no room for {format_bytes(nbytes)}: {cause}. What does not fit stays on the device "
-            f"(kept['host_full'] counts it): raise {option}, or choose another tier with to=",
+            f"[{self._tier} tier] no room for {format_bytes(nbytes)}: {cause}. What does not fit "
+            f"stays on the device (kept['host_full'] counts it): {remedy}",
             RuntimeWarning,
-            stacklevel=2,
+            stacklevel=_level_of_the_caller(),
         )
+
+
+def _level_of_the_caller() -> int:
+    """How many frames lie between the function that calls this and the user's code."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("ebbtide."):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 _COMMANDS: dict[int, Callable[[Transfers, _core.Command], None]] = {

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <linux/magic.h>
+#include <sys/mman.h>
 #include <sys/statfs.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
@@ -12,6 +13,7 @@
 #include <filesystem>
 #include <limits>
 #include <system_error>
+#include <type_traits>
 
 #include "ebbtide/checksum.h"
 #include "ebbtide/error.h"
@@ -19,9 +21,11 @@
 namespace ebbtide {
 namespace {
 
-constexpr std::uint64_t kAlignment = 4096;
+constexpr std::uint64_t kAlignment = 4096;  // of extents in the file, and of pages
 // The kernel moves at most 2 GiB - 4 KiB per call.
 constexpr std::uint64_t kMaxTransferBytes = std::uint64_t{1} << 30;
+// Hashed and moved piece by piece, so that bytes come out of memory once. Each piece's checksum is the next one's seed.
+constexpr std::uint64_t kChunkBytes = std::uint64_t{256} << 10;
 constexpr std::uint64_t kMaxFileBytes = std::numeric_limits<off_t>::max() / kAlignment * kAlignment;
 
 std::string reason(int os_error) { return std::generic_category().message(os_error); }
@@ -61,6 +65,27 @@ int open_unnamed(const std::string& directory) {
               "[SpillFile] no file can be made in " + directory + ": " + reason(os_error) +
                   ": make it writable or choose another directory",
               os_error);
+}
+
+template <class Void, class Call>
+void for_each_chunk(Void* data, std::uint64_t nbytes, const Call& call) {
+  using Char = std::conditional_t<std::is_const_v<Void>, const char, char>;
+  auto* bytes = static_cast<Char*>(data);
+  for (std::uint64_t offset = 0; offset < nbytes; offset += kChunkBytes) {
+    call(offset, bytes + offset, std::min(kChunkBytes, nbytes - offset));
+  }
+}
+
+// Memory just mapped is faulted in by one call instead of page by page during the read. Only a hint: the kernel may
+// refuse it, or not know it.
+void fault_in(void* data, std::uint64_t nbytes) {
+#ifdef MADV_POPULATE_WRITE
+  const auto begin = (reinterpret_cast<std::uintptr_t>(data) + kAlignment - 1) / kAlignment * kAlignment;
+  const auto end = (reinterpret_cast<std::uintptr_t>(data) + nbytes) / kAlignment * kAlignment;
+  if (end > begin) static_cast<void>(::madvise(reinterpret_cast<void*>(begin), end - begin, MADV_POPULATE_WRITE));
+#else
+  static_cast<void>(data), static_cast<void>(nbytes);
+#endif
 }
 
 // Name of the file system of `fd` when it keeps its bytes in memory, else null.
@@ -131,8 +156,11 @@ void SpillFile::write(std::uint64_t position, const void* data, std::uint64_t nb
     growth = end - std::min(end, written_end_);
   }
   if (growth > 0) require_free_space(growth);
-  const Record record{nbytes, checksum(data, nbytes)};
-  write_all(position, data, nbytes);
+  Record record{nbytes, 0};
+  for_each_chunk(data, nbytes, [&](std::uint64_t offset, const char* chunk, std::uint64_t chunk_bytes) {
+    record.checksum = checksum(chunk, chunk_bytes, record.checksum);
+    write_all(position + offset, chunk, chunk_bytes);
+  });
   const std::lock_guard lock(mutex_);
   written_end_ = std::max(written_end_, end);
   records_[position] = record;
@@ -149,8 +177,13 @@ void SpillFile::read(std::uint64_t position, void* data, std::uint64_t nbytes) {
     }
     record = found->second;
   }
-  read_all(position, data, nbytes);
-  if (checksum(data, nbytes) == record.checksum) return;
+  fault_in(data, nbytes);
+  std::uint64_t found_checksum = 0;
+  for_each_chunk(data, nbytes, [&](std::uint64_t offset, char* chunk, std::uint64_t chunk_bytes) {
+    read_all(position + offset, chunk, chunk_bytes);
+    found_checksum = checksum(chunk, chunk_bytes, found_checksum);
+  });
+  if (found_checksum == record.checksum) return;
   throw Error(ErrorKind::kCorruption, "[SpillFile.read] " + bytes_at(nbytes, position) + " in " + directory_ +
                                           " are not what was written: check the disk, or choose another directory");
 }

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
-TIMEOUT_S = 120  # a hang fails the test; nothing waits for it to pass
+TIMEOUT_S = 90  # a hang fails the test; nothing waits for it to pass
 
 PRELUDE = """
 import torch
@@ -30,6 +31,7 @@ def start(source: str, *arguments: str, prelude: str = PRELUDE) -> subprocess.Po
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
         env={**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore::DeprecationWarning"},
     )
 
@@ -40,7 +42,7 @@ def run(source: str, *arguments: str, prelude: str = PRELUDE) -> str:
     try:
         out, errors = process.communicate(timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)  # with the children that hang
         out, errors = process.communicate()
         raise AssertionError(f"hangs after {TIMEOUT_S} s\n{out}\n{errors}") from None
     assert process.returncode == 0, f"exit {process.returncode}\n{out}\n{errors}"

@@ -129,17 +129,25 @@ def test_child_does_not_write_the_spill_file(tmp_path: Path) -> None:
         gc.collect()
 
     in_child(child)
+    assert state() == before
+
+    # Where each copy is waited for: what stays parked until the context is left must be left to the parent.
+    tide = offload(model, to=directory)
     tide.__enter__()
-    hidden = model[0](x)
-    tide.synchronize()
+    held = [x.requires_grad_().exp().sin()]
+    parked = held[0].grad_fn.next_functions[0][0]._saved_result
     before = state()
 
     def leave():
+        global parked
+        parked = None
         tide.__exit__(None, None, None)
 
     in_child(leave)
     assert state() == before
+    parked = None
     tide.__exit__(None, None, None)
+    assert tide.stats().d2h_copies == 1 and state() != before
     print("unchanged")
     """
     assert run(BIG + CHILD + dedent(program), str(tmp_path)) == "unchanged\n"
