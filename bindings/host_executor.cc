@@ -24,10 +24,10 @@ void bind_host_executor(nb::module_& m) {
   nb::class_<HostExecutor>(m, "HostExecutor")
       .def(
           "__init__",
-          [](HostExecutor* self, unsigned threads, unsigned queue_depth) {
-            new (self) HostExecutor(HostExecutor::Options{threads, queue_depth});
+          [](HostExecutor* self, unsigned threads, unsigned queue_depth, std::uint64_t inline_bytes) {
+            new (self) HostExecutor(HostExecutor::Options{threads, queue_depth, inline_bytes});
           },
-          nb::arg("threads"), nb::arg("queue_depth"))
+          nb::arg("threads"), nb::arg("queue_depth"), nb::arg("inline_bytes"))
       .def(
           "submit",
           [](HostExecutor& executor, const Command& command, std::shared_ptr<SpillFile> file,

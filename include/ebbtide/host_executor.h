@@ -50,6 +50,8 @@ class HostExecutor {
   struct Options {
     unsigned threads = 1;
     unsigned queue_depth = 64;  // copies waiting for a worker
+    // Copies of at most so many bytes are made by the thread that submits them: handing them over would take longer.
+    std::uint64_t inline_bytes = 0;
   };
 
   // Throws Error(kUsage) when an option is 0.
@@ -60,9 +62,10 @@ class HostExecutor {
   // Runs what is queued, then joins the threads.
   ~HostExecutor();
 
-  // Queues the copy. `file` is needed when a place of the plan is in a file; it is kept alive until the copy is done
-  // and let go just before the completion can be seen. While the queue is full, blocks the calling thread (which must
-  // hold no lock). Throws Error(kUsage) after shutdown, and for a copy that is still queued or running.
+  // Queues the copy, or makes it at once when it is small. `file` is needed when a place of the plan is in a file; it
+  // is kept alive until the copy is done and let go just before the completion can be seen. While the queue is full,
+  // blocks the calling thread (which must hold no lock). Throws Error(kUsage) after shutdown, and for a copy that is
+  // still queued or running.
   void submit(CopyId copy, Plan plan, std::shared_ptr<SpillFile> file, std::shared_ptr<CompletionQueue> queue);
 
   // Blocks until the client's copy is done: a copy still queued is run on the calling thread, one that a worker has is

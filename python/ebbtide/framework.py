@@ -72,7 +72,8 @@ class Framework(Protocol):
     def storage(self, tensor: Tensor) -> Storage:
         """The storage; the returned object keeps it alive."""
 
-    def storage_bytes(self, storage: Storage) -> int: ...
+    def storage_bytes(self, tensor: Tensor) -> int:
+        """Bytes of the whole storage, whatever the tensor views of it."""
 
     def storage_ref(self, storage: Storage) -> StorageRef: ...
 

@@ -16,6 +16,7 @@ from ebbtide.errors import UsageError
 
 WORKER_THREADS = 1
 QUEUE_DEPTH = 64
+INLINE_COPY_BYTES = 32 << 10
 MALLOC_THRESHOLD_BYTES = 64 << 10
 
 _executor: _core.HostExecutor | None = None
@@ -31,7 +32,7 @@ def executor() -> _core.HostExecutor:
     global _executor
     require_usable("executor")
     if _executor is None:
-        _executor = _core.HostExecutor(WORKER_THREADS, QUEUE_DEPTH)
+        _executor = _core.HostExecutor(WORKER_THREADS, QUEUE_DEPTH, INLINE_COPY_BYTES)
     return _executor
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from ebbtide import process
 from ebbtide.framework import Storage, StorageRef, Tensor, ViewMeta, Weak, Witness
@@ -17,14 +17,9 @@ class Owner(Protocol):
     def end_pass(self, pass_id: int) -> None: ...
 
 
-class Kept:
-    """What pack returns for a tensor that stays on the device."""
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, tensor: Tensor, version: int) -> None:
-        self.tensor = tensor
-        self.version = version
+# What pack returns for a tensor that stays on the device: the tensor and its in-place counter at the save. A plain
+# tuple, because there is one for every small tensor and weight.
+Kept: TypeAlias = tuple[Tensor, int]
 
 
 class StorageEntry:

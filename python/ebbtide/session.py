@@ -43,6 +43,7 @@ class Session:
         self._min_bytes = options.min_bytes
         self.transfers = Transfers(framework, options)
         self._engine = self.transfers.engine
+        self._completions = self.transfers.completions
         self._passes: set[int] = set()
 
     # --- forward
@@ -62,7 +63,8 @@ class Session:
     def pack(self, tensor: Tensor, epoch: int, weights: Weights) -> Kept | Ticket:
         """The saved-tensor hook: takes a tensor, returns what stands for it until backward."""
         process.require_usable("pack")
-        self.transfers.settle_what_is_done()
+        if self._completions.ready:
+            self.transfers.settle()
         framework = self._framework
         reason = framework.keep_reason(tensor, weights)
         forced = False
@@ -73,8 +75,8 @@ class Session:
             if not forced:
                 reason = KeepReason.POLICY
         if reason is None and not forced:
-            # The engine would say so too; most tensors of a small model end here, so spare them the description.
-            if framework.storage_bytes(framework.storage(tensor)) < self._min_bytes:
+            # The engine would say so too: spares a small tensor its description.
+            if framework.storage_bytes(tensor) < self._min_bytes:
                 reason = KeepReason.SMALL
         if reason is not None:
             self._engine.kept(reason, framework.nbytes(tensor))
@@ -87,7 +89,7 @@ class Session:
 
     def _keep(self, tensor: Tensor, reason: KeepReason) -> Kept:
         kept = self._framework.keep(tensor, reason)
-        return Kept(kept, self._framework.version(kept))
+        return kept, self._framework.version(kept)
 
     def _save(self, tensor: Tensor, epoch: int, forced: bool, spoiled: bool) -> Kept | Ticket:
         framework = self._framework
@@ -159,13 +161,14 @@ class Session:
         """
         process.require_usable("unpack")
         framework = self._framework
-        if isinstance(saved, Kept):
-            found = framework.version(saved.tensor)
-            if found != saved.version:
-                text = framework.modified_text(saved.tensor, saved.version, found)
-                raise InplaceModificationError(text)
-            return saved.tensor
-        self.transfers.settle_what_is_done()
+        if isinstance(saved, tuple):
+            tensor, expected = saved
+            found = framework.version(tensor)
+            if found != expected:
+                raise InplaceModificationError(framework.modified_text(tensor, expected, found))
+            return tensor
+        if self._completions.ready:
+            self.transfers.settle()
         found = framework.version(saved.witness)
         if found == saved.version:
             storage = self._find(saved, allow_live=True)

@@ -47,30 +47,25 @@ class Transfers:
         )
         self.entries: dict[int, StorageEntry] = {}
         self._executor = process.executor()
-        self._completions = _core.CompletionQueue()
+        self.completions = _core.CompletionQueue()
         self._copies: dict[int, tuple[StorageEntry, bool]] = {}
         self._copy_error = ""
         self.exposed_wait_s = 0.0
 
     def __del__(self) -> None:
-        if not hasattr(self, "_completions"):
+        if not hasattr(self, "completions"):
             return
         if process.usable():
             # Copies read and write memory that the entries keep alive.
-            self._executor.drain(self._completions)
+            self._executor.drain(self.completions)
         else:
             # Threads that are not in this process may have left the engine's and the tier's mutexes locked.
             _core.keep_forever(self.engine)
 
     def drain(self) -> None:
         """Blocks until no copy is running, and reports them all."""
-        self._executor.drain(self._completions)
+        self._executor.drain(self.completions)
         self.settle()
-
-    def settle_what_is_done(self) -> None:
-        """``settle``, at the cost of a flag where nothing is done."""
-        if self._completions.ready:
-            self.settle()
 
     def run(self, commands: list[_core.Command]) -> None:
         """Runs every command, also after one has failed; then raises the first failure."""
@@ -88,13 +83,13 @@ class Transfers:
 
     def settle(self) -> None:
         """Reports every copy that is done; leases leave here."""
-        while (completion := self._completions.pop()) is not None:
+        while (completion := self.completions.pop()) is not None:
             self._complete(*completion)
 
     def wait(self, copy: int) -> None:
         """Blocks until the copy is done and reported; other threads run meanwhile."""
         started = time.perf_counter()
-        self._executor.wait(copy, self._completions)
+        self._executor.wait(copy, self.completions)
         self.exposed_wait_s += time.perf_counter() - started
         self.settle()
 
@@ -167,7 +162,7 @@ class Transfers:
             entry.restored_weak = self._framework.weak(storage)
         self._copies[command.copy] = (entry, command.to_device)
         try:
-            self._executor.submit(command, self._file, self._completions)
+            self._executor.submit(command, self._file, self.completions)
         except BaseException as error:
             self._complete(command.copy, error)
             if not command.to_device:

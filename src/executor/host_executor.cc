@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <string>
 #include <utility>
 
@@ -82,8 +83,10 @@ void HostExecutor::submit(CopyId copy, Plan plan, std::shared_ptr<SpillFile> fil
     throw Error(ErrorKind::kUsage,
                 "[HostExecutor.submit] " + name(copy) + " is still pending: give each copy its own id");
   }
-  while (threads_.size() < options_.threads) threads_.emplace_back(&HostExecutor::work, this);
+  const bool small = plan_bytes(plan) <= options_.inline_bytes && options_.inline_bytes > 0;
   queue_.push_back({key, std::move(plan), std::move(file), std::move(queue)});
+  if (small) return run(std::prev(queue_.end()), lock);
+  while (threads_.size() < options_.threads) threads_.emplace_back(&HostExecutor::work, this);
   work_available_.notify_one();
 }
 

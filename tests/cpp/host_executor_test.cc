@@ -519,6 +519,20 @@ TEST(HostExecutor, ServesManyThreads) {
   EXPECT_EQ(file->used_bytes(), 0u);
 }
 
+TEST(HostExecutor, MakesASmallCopyOnTheSubmittingThreadAndStartsNoOther) {
+  Executor executor({.inline_bytes = 16});
+  HostCopy small(1, 16);
+  executor.submit(small.id, small.plan(), nullptr);
+  EXPECT_TRUE(small.done());
+  EXPECT_EQ(executor.running_threads(), 0u);
+  EXPECT_EQ(executor.pop_completion()->copy, small.id);
+  HostCopy large(2, 17);
+  executor.submit(large.id, large.plan(), nullptr);
+  EXPECT_EQ(executor.running_threads(), 1u);
+  executor.wait(large.id);
+  EXPECT_TRUE(large.done());
+}
+
 TEST(HostExecutor, RefusesACopyWithoutACompletionQueue) {
   HostExecutor executor;
   expect_usage_error([&] { executor.submit(CopyId{1}, {}, nullptr, nullptr); });

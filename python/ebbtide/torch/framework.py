@@ -109,8 +109,8 @@ class TorchFramework:
     def storage(self, tensor: torch.Tensor) -> torch.UntypedStorage:
         return tensor.untyped_storage()
 
-    def storage_bytes(self, storage: torch.UntypedStorage) -> int:
-        return storage.nbytes()
+    def storage_bytes(self, tensor: torch.Tensor) -> int:
+        return tensor.untyped_storage().nbytes()
 
     def storage_ref(self, storage: torch.UntypedStorage) -> StorageRef:
         device = 0 if self._is_cpu else storage.device.index

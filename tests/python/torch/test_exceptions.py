@@ -23,6 +23,7 @@ from training import (
     step,
 )
 
+import ebbtide.torch as ebb
 from ebbtide import CheckpointPolicy, CorruptionError, DeviceError, SpillError, UsageError
 from ebbtide.torch.framework import TorchFramework
 
