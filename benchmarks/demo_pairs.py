@@ -1,61 +1,98 @@
-"""Peak memory growth and step time of the demo's model without and with Ebbtide, as the median of pairs.
+"""Peak memory growth and step time of the demo's model without and with Ebbtide.
 
-Each run is a fresh process; a pair is one run without and one with, one after the other, so that a slow minute of the
-machine hits both. Ratios are of one pair.
+Two processes, one without and one with, take their steps in turn: a slow minute of the machine hits both. A ratio of
+step times is of one such pair of steps; the first pair is left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import os
 import statistics
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from ebbtide.demo.settings import Settings
+from ebbtide.demo.training import train
 
-def run(arguments: list[str]) -> dict[str, dict[str, float]]:
-    """One demo in two modes; returns its JSON by mode."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "demo.json"
-        command = [
-            sys.executable,
-            "-m",
-            "ebbtide",
-            "demo",
-            "--modes",
-            "plain,ebbtide",
-            "--json",
-            str(path),
-        ]
-        subprocess.run(
-            [*command, *arguments], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+MODES = ("plain", "ebbtide")
+
+
+def run_child(mode: str, settings: Settings) -> None:
+    """Trains; after each step says so and waits for a line before the next."""
+    lines, sys.stdout = sys.stdout, sys.stderr
+
+    def pause(done: int) -> None:
+        print(json.dumps({"step": done}), file=lines, flush=True)
+        sys.stdin.readline()
+
+    result = train(mode, settings, pause)
+    print(json.dumps({"result": dataclasses.asdict(result)}), file=lines, flush=True)
+
+
+class Child:
+    def __init__(self, mode: str, settings: Settings) -> None:
+        command = [sys.executable, __file__, "--child", mode, "--settings", settings.to_json()]
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
         )
-        return {row["mode"]: row for row in json.loads(path.read_text())["runs"]}
+
+    def receive(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"a run ended with exit code {self._process.wait()}")
+        return json.loads(line)
+
+    def proceed(self) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        print(file=self._process.stdin, flush=True)
+        return self.receive()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=5)
-    options, demo_arguments = parser.parse_known_args()
-    growth, step = [], []
-    for _ in range(options.pairs):
-        rows = run(demo_arguments)
-        plain, ebbtide = rows["plain"], rows["ebbtide"]
-        growth.append(ebbtide["peak_growth_bytes"] / plain["peak_growth_bytes"])
-        step.append(ebbtide["step_s"] / plain["step_s"])
-    table = Table(title=f"with Ebbtide, of the run without ({options.pairs} pairs)")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--child", choices=MODES, help=argparse.SUPPRESS)
+    parser.add_argument("--settings", type=Settings.from_json, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        run_child(options.child, options.settings)
+        return
+
+    settings = Settings(steps=options.steps)
+    children = []
+    for mode in MODES:
+        children.append(Child(mode, settings))
+        children[-1].receive()
+    answers: list[dict[str, Any]] = []
+    for _ in range(options.steps):
+        answers = [child.proceed() for child in children]
+    plain, ebbtide = (answer["result"] for answer in answers)
+    if plain["loss_bits"] != ebbtide["loss_bits"]:
+        raise SystemExit("losses differ")
+
+    pairs = list(zip(plain["step_seconds"], ebbtide["step_seconds"], strict=True))[1:]
+    step = [with_it / without for without, with_it in pairs]
+    growth = ebbtide["growth_bytes"] / plain["growth_bytes"]
+    table = Table(title=f"with Ebbtide, of the run without ({len(pairs)} pairs of steps)")
     for column in ("", "median", "least", "most"):
         table.add_column(column, justify="right" if column else "left")
-    for name, ratios in (("peak memory growth", growth), ("step time", step)):
-        table.add_row(
-            name,
-            *(f"{number:.2f}" for number in (statistics.median(ratios), min(ratios), max(ratios))),
-        )
+    table.add_row("peak memory growth", f"{growth:.2f}", "", "")
+    figures = (statistics.median(step), min(step), max(step))
+    table.add_row("step time", *(f"{figure:.2f}" for figure in figures))
     Console(width=100).print(table)
 
 
