@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
+
+# These tests are about CPU tensors, also on a machine with an accelerator.
+os.environ.setdefault("EBBTIDE_DEVICE", "cpu")
 
 sys.path.insert(0, str(Path(__file__).parent))
 

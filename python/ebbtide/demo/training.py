@@ -88,7 +88,7 @@ def train(mode: str, settings: Settings, on_step: Callable[[int], None]) -> Resu
     if mode == "ebbtide":
         import ebbtide.torch
 
-        tide = ebbtide.torch.offload(model, to=settings.to)
+        tide = ebbtide.torch.offload(model, to=settings.to, device="cpu")
 
     def context() -> AbstractContextManager[Any]:
         if mode == "save_on_cpu":

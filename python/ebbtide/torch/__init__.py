@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import psutil
 import torch
 
 from ebbtide import process
@@ -42,19 +41,23 @@ def offload(
         )
     if config is None:
         config = OffloadConfig.from_options(**options)
-    device_type = _device_type(config.device)
-    on_cpu = device_type == "cpu"
-    total = psutil.virtual_memory().total
-    resolved = config.resolve(device_type, accelerator=not on_cpu, total_device_bytes=total)
-    if on_cpu and resolved.tune_malloc:
+    _require_cpu(config.device)
+    resolved = config.resolve("cpu", accelerator=False)
+    if resolved.tune_malloc:
         process.fix_malloc_threshold()
-    return Offload(TorchFramework(device_type), config, resolved, model)
+    return Offload(TorchFramework("cpu"), config, resolved, model)
 
 
-def _device_type(device: Any) -> str:
-    """The device type to offload from. Accelerators are not supported yet, and said so."""
+def _require_cpu(device: str | None) -> None:
+    """Refuses accelerators, which this release does not have; also where one would be the default."""
     if device is None:
-        return "cpu"
+        accelerator = _accelerator()
+        if accelerator is not None:
+            raise UsageError(
+                f"[offload] this machine has an accelerator ({accelerator}), and this release "
+                "offloads CPU tensors only: pass device='cpu' if that is what you train on"
+            )
+        return
     try:
         device_type = torch.device(device).type
     except (RuntimeError, TypeError) as error:
@@ -65,4 +68,11 @@ def _device_type(device: Any) -> str:
         raise UsageError(
             f"[offload] device={device!r}: this release offloads CPU tensors only: pass device='cpu'"
         )
-    return device_type
+
+
+def _accelerator() -> str | None:
+    """The type of the accelerator of this machine."""
+    if not hasattr(torch, "accelerator") or not torch.accelerator.is_available():
+        return None
+    accelerator = torch.accelerator.current_accelerator()
+    return None if accelerator is None else str(accelerator.type)

@@ -226,3 +226,15 @@ def test_statistics_add_up() -> None:
     zero = tide.stats()
     assert zero.saved_tensors == zero.d2h_bytes == zero.peak_disk_bytes == 0
     assert zero.exposed_wait_s == 0 and sum(zero.kept.values()) == 0
+
+
+def test_an_accelerator_that_would_be_the_default_is_not_passed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On such a machine nobody means CPU tensors: everything would be kept without a word."""
+    monkeypatch.delenv("EBBTIDE_DEVICE", raising=False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    text = refusal()
+    assert "accelerator (cuda)" in text and "device='cpu'" in text
+    ebb.offload(device="cpu")
