@@ -14,6 +14,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 try:
     import torch
 except ImportError:
-    collect_ignore_glob = ["models/*", "torch/*"]
+    collect_ignore_glob = ["behaviour/*", "models/*", "torch/*"]
 else:
+    collect_ignore_glob = []
     torch.set_num_threads(1)
+
+
+def pytest_report_header() -> str | None:
+    if not collect_ignore_glob:
+        return None
+    return f"torch is not installed: {', '.join(collect_ignore_glob)} are left out"
