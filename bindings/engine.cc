@@ -86,6 +86,14 @@ void bind_engine(nb::module_& m) {
       .def(
           "end_epoch", [](Engine& engine, std::uint64_t epoch) { return engine.end_epoch(EpochId{epoch}); },
           nb::arg("epoch"))
+      .def(
+          "recover",
+          [](Engine& engine, const std::vector<std::uint64_t>& running) {
+            std::vector<CopyId> copies;
+            for (const std::uint64_t copy : running) copies.push_back(CopyId{copy});
+            return engine.recover(copies);
+          },
+          nb::arg("running"))
       .def("kept", &Engine::kept, nb::arg("reason"), nb::arg("nbytes"))
       .def("save", &save, nb::arg("device"), nb::arg("identity"), nb::arg("address"), nb::arg("nbytes"),
            nb::arg("storage_offset"), nb::arg("itemsize"), nb::arg("kind"), nb::arg("sizes"), nb::arg("strides"),
@@ -124,8 +132,11 @@ void bind_engine(nb::module_& m) {
           },
           nb::arg("ticket"), nb::arg("pass_id"), nb::arg("live"), nb::arg("shared"))
       .def(
-          "wait_allocated", [](Engine& engine, std::uint64_t storage) { engine.wait_allocated(StorageId{storage}); },
-          nb::arg("storage"), nb::call_guard<nb::gil_scoped_release>())
+          "wait_allocated",
+          [](Engine& engine, std::uint64_t storage, unsigned limit_ms) {
+            return engine.wait_allocated(StorageId{storage}, std::chrono::milliseconds(limit_ms));
+          },
+          nb::arg("storage"), nb::arg("limit_ms"), nb::call_guard<nb::gil_scoped_release>())
       .def(
           "end_pass", [](Engine& engine, std::uint64_t pass_id) { return engine.end_pass(PassId{pass_id}); },
           nb::arg("pass_id"))

@@ -1,6 +1,9 @@
 #include "ebbtide/host_executor.h"
 
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <unordered_map>
 
 #include "bindings.h"
 #include "ebbtide/command.h"
@@ -9,18 +12,61 @@ namespace nb = nanobind;
 
 namespace ebbtide::bindings {
 
+namespace {
+
+// A client's queue together with the framework's storages that its copies read and write. They stay alive until the
+// completion was taken, whatever exception cuts Python code short.
+struct Copies {
+  struct Running {
+    nb::object storage;
+    std::uint64_t storage_id;
+    bool to_device;
+  };
+
+  std::shared_ptr<CompletionQueue> queue = std::make_shared<CompletionQueue>();
+  std::unordered_map<std::uint64_t, Running> running;
+
+  void submit(HostExecutor& executor, const Command& command, std::shared_ptr<SpillFile> file, nb::object storage) {
+    const std::uint64_t copy = value(command.copy);
+    running.insert_or_assign(copy, Running{std::move(storage), value(command.storage), command.to_device});
+    try {
+      const nb::gil_scoped_release release;
+      executor.submit(command.copy, command.plan, std::move(file), queue);
+    } catch (...) {
+      running.erase(copy);
+      throw;
+    }
+  }
+
+  // (copy, storage id, whether to the device, error)
+  nb::object pop() {
+    const std::optional<Completion> completion = queue->pop();
+    if (!completion) return nb::none();
+    const auto found = running.find(value(completion->copy));
+    const Running done = std::move(found->second);
+    running.erase(found);
+    return nb::make_tuple(value(completion->copy), done.storage_id, done.to_device, to_python(completion->error));
+  }
+};
+
+}  // namespace
+
 void bind_host_executor(nb::module_& m) {
-  nb::class_<CompletionQueue>(m, "CompletionQueue")
+  nb::class_<Copies>(m, "Copies")
       .def(nb::init<>())
-      .def_prop_ro("ready", &CompletionQueue::ready)
+      .def_prop_ro("ready", [](const Copies& copies) { return copies.queue->ready(); })
+      .def("all_running",
+           [](const Copies& copies) {
+             std::vector<std::uint64_t> all;
+             for (const auto& [copy, running] : copies.running) all.push_back(copy);
+             return all;
+           })
       .def(
-          "pop",
-          [](CompletionQueue& queue) -> nb::object {
-            const std::optional<Completion> completion = queue.pop();
-            if (!completion) return nb::none();
-            return nb::make_tuple(value(completion->copy), to_python(completion->error));
-          },
-          nb::sig("def pop(self) -> tuple[int, BaseException | None] | None"));
+          "running", [](const Copies& copies, std::uint64_t copy) { return copies.running.contains(copy); },
+          nb::arg("copy"))
+      .def("pop", &Copies::pop, nb::sig("def pop(self) -> tuple[int, int, bool, BaseException | None] | None"))
+      .def("submit", &Copies::submit, nb::arg("executor"), nb::arg("command"), nb::arg("file").none(),
+           nb::arg("storage"));
   nb::class_<HostExecutor>(m, "HostExecutor")
       .def(
           "__init__",
@@ -29,19 +75,14 @@ void bind_host_executor(nb::module_& m) {
           },
           nb::arg("threads"), nb::arg("queue_depth"), nb::arg("inline_bytes"))
       .def(
-          "submit",
-          [](HostExecutor& executor, const Command& command, std::shared_ptr<SpillFile> file,
-             std::shared_ptr<CompletionQueue> queue) {
-            executor.submit(command.copy, command.plan, std::move(file), std::move(queue));
-          },
-          nb::arg("command"), nb::arg("file").none(), nb::arg("queue"), nb::call_guard<nb::gil_scoped_release>())
-      .def(
           "wait",
-          [](HostExecutor& executor, std::uint64_t copy, const CompletionQueue& queue) {
-            executor.wait(CopyId{copy}, queue);
+          [](HostExecutor& executor, std::uint64_t copy, const Copies& copies) {
+            executor.wait(CopyId{copy}, *copies.queue);
           },
-          nb::arg("copy"), nb::arg("queue"), nb::call_guard<nb::gil_scoped_release>())
-      .def("drain", &HostExecutor::drain, nb::arg("queue"), nb::call_guard<nb::gil_scoped_release>())
+          nb::arg("copy"), nb::arg("copies"), nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "drain", [](HostExecutor& executor, const Copies& copies) { executor.drain(*copies.queue); },
+          nb::arg("copies"), nb::call_guard<nb::gil_scoped_release>())
       .def("shutdown", &HostExecutor::shutdown, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("pending", &HostExecutor::pending)
       .def_prop_ro("running_threads", &HostExecutor::running_threads);

@@ -5,6 +5,7 @@
 // held while a command runs, and the engine calls nobody but its BlockSpace.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -101,12 +102,17 @@ class Engine {
   // guesses that are loading: the caller may call `restore` and allocate once more. A guess is only cancelled.
   [[nodiscard]] Commands allocation_failed(StorageId storage);
 
+  // After an exception cut the session short: what it was asked for and never reported counts as failed. `running` are
+  // the copies that will still be reported. Afterwards nothing waits for an answer that does not come.
+  [[nodiscard]] Commands recover(const std::vector<CopyId>& running);
+
   // --- backward
   // `live`: the session holds the saved storage, unchanged. `shared`: it holds the restored one. `pass` 0 means no
   // backward is running: nothing is claimed or kept for others. Throws Error(kDevice) when the bytes are nowhere.
   [[nodiscard]] RestoreVerdict restore(TicketId ticket, PassId pass, bool live, bool shared);
-  // Blocks until `storage` is not being allocated by another thread. Call without the GIL.
-  void wait_allocated(StorageId storage);
+  // Blocks until `storage` is not being allocated by another thread, at most for `limit`; returns whether it is so.
+  // Call without the GIL.
+  bool wait_allocated(StorageId storage, std::chrono::milliseconds limit = std::chrono::hours(1));
   // Blocks until `storage` is neither being allocated nor loading: somebody else has to report that. Call without the
   // GIL.
   void wait_loaded(StorageId storage);

@@ -57,6 +57,7 @@ struct Entry {
   ByteRanges valid;                // bytes with a finished copy
   std::vector<CopiedSpan> copied;  // where they are
   std::vector<Block> blocks;
+  CopyId offload{};    // the running copy
   ByteRanges copying;  // bytes of the running copy
   Block copying_block;
 

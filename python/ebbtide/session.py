@@ -43,18 +43,27 @@ class Session:
         self._min_bytes = options.min_bytes
         self.transfers = Transfers(framework, options)
         self._engine = self.transfers.engine
-        self._completions = self.transfers.completions
+        self._copies = self.transfers.copies
+        self._epochs: set[int] = set()
         self._passes: set[int] = set()
 
     # --- forward
 
     def begin_epoch(self) -> int:
         process.require_usable("offload")
-        return self._engine.begin_epoch()
+        self._recover_when_alone()
+        epoch = self._engine.begin_epoch()
+        self._epochs.add(epoch)
+        return epoch
+
+    def _recover_when_alone(self) -> None:
+        if self.transfers.interrupted and not self._epochs and not self._passes:
+            self.transfers.recover()
 
     def end_epoch(self, epoch: int) -> None:
         if not process.usable():
             return  # in a forked child: the parent ends it
+        self._epochs.discard(epoch)
         try:
             self.transfers.settle()
         finally:
@@ -62,8 +71,17 @@ class Session:
 
     def pack(self, tensor: Tensor, epoch: int, weights: Weights) -> Kept | Ticket:
         """The saved-tensor hook: takes a tensor, returns what stands for it until backward."""
+        try:
+            return self._pack(tensor, epoch, weights)
+        except Exception:
+            raise
+        except BaseException:
+            self.transfers.interrupted = True
+            raise
+
+    def _pack(self, tensor: Tensor, epoch: int, weights: Weights) -> Kept | Ticket:
         process.require_usable("pack")
-        if self._completions.ready:
+        if self._copies.ready:
             self.transfers.settle()
         framework = self._framework
         reason = framework.keep_reason(tensor, weights)
@@ -159,6 +177,15 @@ class Session:
         Raises InplaceModificationError where the tensor was changed in place since, the framework's own rule; SpillError
         and CorruptionError where the disk tier failed; DeviceError where there is no memory for it.
         """
+        try:
+            return self._unpack(saved)
+        except Exception:
+            raise
+        except BaseException:
+            self.transfers.interrupted = True
+            raise
+
+    def _unpack(self, saved: Kept | Ticket) -> Tensor:
         process.require_usable("unpack")
         framework = self._framework
         if isinstance(saved, tuple):
@@ -167,7 +194,7 @@ class Session:
             if found != expected:
                 raise InplaceModificationError(framework.modified_text(tensor, expected, found))
             return tensor
-        if self._completions.ready:
+        if self._copies.ready:
             self.transfers.settle()
         found = framework.version(saved.witness)
         if found == saved.version:
@@ -222,10 +249,10 @@ class Session:
                         ) from error
                     short_of_memory = True
                     continue
-                self.transfers.load(entry, storage, verdict)
-                return storage
-            engine.wait_allocated(entry.storage_id)
-            self.transfers.wait(verdict.load)
+                if self.transfers.load(entry, storage, verdict):
+                    return storage
+                continue
+            self.transfers.wait_for_other(entry, verdict.load)
 
     def _live(self, entry: StorageEntry) -> Storage | None:
         """The saved storage, where plain autograd would read the same bytes from it."""
@@ -250,6 +277,7 @@ class Session:
         """The running backward's number; asks to be told of its end when it is new."""
         pass_id = self._framework.current_pass()
         if pass_id and pass_id not in self._passes:
+            self._recover_when_alone()
             self._passes.add(pass_id)
             self._framework.end_of_pass(PassEnd(self, pass_id))
         return pass_id

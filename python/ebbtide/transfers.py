@@ -13,10 +13,12 @@ from collections.abc import Callable
 from ebbtide import _core, process
 from ebbtide._core import CommandKind
 from ebbtide.config import Resolved
+from ebbtide.errors import EbbtideError
 from ebbtide.framework import Framework, Storage
 from ebbtide.saved import StorageEntry
 from ebbtide.sizes import format_bytes
 
+_POLL_MS = 100
 _NO_LIMIT = (1 << 64) - 1
 
 # A probe of a storage that another thread is just saving: look again later.
@@ -47,24 +49,25 @@ class Transfers:
         )
         self.entries: dict[int, StorageEntry] = {}
         self._executor = process.executor()
-        self.completions = _core.CompletionQueue()
-        self._copies: dict[int, tuple[StorageEntry, bool]] = {}
+        self.copies = _core.Copies()
+        self._unreported: set[int] = set()  # copies that the engine was not told about yet
+        self.interrupted = False
         self._copy_error = ""
         self.exposed_wait_s = 0.0
 
     def __del__(self) -> None:
-        if not hasattr(self, "completions"):
+        if not hasattr(self, "copies"):
             return
         if process.usable():
             # Copies read and write memory that the entries keep alive.
-            self._executor.drain(self.completions)
+            self._executor.drain(self.copies)
         else:
             # Threads that are not in this process may have left the engine's and the tier's mutexes locked.
             _core.keep_forever(self.engine)
 
     def drain(self) -> None:
         """Blocks until no copy is running, and reports them all."""
-        self._executor.drain(self.completions)
+        self._executor.drain(self.copies)
         self.settle()
 
     def run(self, commands: list[_core.Command]) -> None:
@@ -74,6 +77,7 @@ class Transfers:
             try:
                 _COMMANDS[command.kind](self, command)
             except BaseException as error:
+                self.interrupted |= not isinstance(error, Exception)
                 failure = failure or error
         try:
             if failure is not None:
@@ -83,13 +87,13 @@ class Transfers:
 
     def settle(self) -> None:
         """Reports every copy that is done; leases leave here."""
-        while (completion := self.completions.pop()) is not None:
+        while (completion := self.copies.pop()) is not None:
             self._complete(*completion)
 
     def wait(self, copy: int) -> None:
         """Blocks until the copy is done and reported; other threads run meanwhile."""
         started = time.perf_counter()
-        self._executor.wait(copy, self.completions)
+        self._executor.wait(copy, self.copies)
         self.exposed_wait_s += time.perf_counter() - started
         self.settle()
 
@@ -107,18 +111,52 @@ class Transfers:
             self.run(self.engine.allocation_failed(entry.storage_id))
             raise
 
-    def load(self, entry: StorageEntry, storage: Storage, verdict: _core.RestoreVerdict) -> None:
+    def load(self, entry: StorageEntry, storage: Storage, verdict: _core.RestoreVerdict) -> bool:
+        """Fills the storage; False where the engine gave the load up meanwhile. Raises what made it fail."""
         load = self._adopt(entry, storage)
         self.run(verdict.commands)
+        if load == 0:
+            return False
         # Another thread may have taken the completion and not reported it yet.
-        while load in self._copies:
+        while load in self._unreported:
             self.wait(load)
+            self._require_answer(load)
         error = entry.load_errors.pop(load, None)
         try:
             if error is not None:
                 raise error
         finally:
             del error  # its traceback holds this frame
+        return True
+
+    def wait_for_other(self, entry: StorageEntry, load: int) -> None:
+        """Blocks until the load that another thread has begun gets on."""
+        while not self.engine.wait_allocated(entry.storage_id, _POLL_MS):
+            self._require_answer(0)
+        self.wait(load)
+
+    def _require_answer(self, copy: int) -> None:
+        """Raises where a call was cut short that should have reported the copy."""
+        if (
+            self.interrupted
+            and not self.copies.running(copy)
+            and (copy == 0 or copy in self._unreported)
+        ):
+            raise EbbtideError(
+                "[unpack] an exception from a signal handler (such as Ctrl-C) cut short a load that this tensor needs: "
+                "run the forward again"
+            )
+
+    def recover(self) -> None:
+        """After an exception out of a signal handler cut a call short: gives up what nobody will report.
+
+        For a moment when no other thread is in a call of this object.
+        """
+        self.interrupted = False
+        self.settle()
+        running = self.copies.all_running()
+        self._unreported = set(running)
+        self.run(self.engine.recover(running))
 
     def _adopt(self, entry: StorageEntry, storage: Storage) -> int:
         """Starts the load into new memory; returns the copy."""
@@ -160,28 +198,34 @@ class Transfers:
             storage, entry.arriving = entry.arriving, None
             entry.restored = {command.copy: storage}
             entry.restored_weak = self._framework.weak(storage)
-        self._copies[command.copy] = (entry, command.to_device)
+        else:
+            storage = entry.lease
+        self._unreported.add(command.copy)
         try:
-            self._executor.submit(command, self._file, self.completions)
+            self.copies.submit(self._executor, command, self._file, storage)
         except BaseException as error:
-            self._complete(command.copy, error)
-            if not command.to_device:
+            # Interrupted after it was queued, it is reported as any other.
+            if not self.copies.running(command.copy):
+                self._complete(command.copy, command.storage, command.to_device, error)
+            if not command.to_device or not isinstance(error, Exception):
                 raise
 
-    def _complete(self, copy: int, error: BaseException | None) -> None:
-        entry, to_device = self._copies[copy]
+    def _complete(
+        self, copy: int, storage_id: int, to_device: bool, error: BaseException | None
+    ) -> None:
+        entry = self.entries.get(storage_id)
         answer = _UNKNOWN
         try:
-            if to_device and error is not None:
-                entry.load_errors[copy] = error
-            elif error is not None:
+            if error is not None and not to_device:
                 self._copy_error = str(error)
-            if not to_device:
+            elif error is not None and entry is not None:
+                entry.load_errors[copy] = error
+            if entry is not None and not to_device:
                 answer = self._inspect(entry)
         finally:
             commands = self.engine.completed(copy, error is None, *answer)
             # Whoever waits for the copy sees it done from here on.
-            del self._copies[copy]
+            self._unreported.discard(copy)
             self.run(commands)
 
     def _wait_for(self, command: _core.Command) -> None:

@@ -48,6 +48,34 @@ Commands Engine::drop(TicketId ticket) {
   return commands;
 }
 
+Commands Engine::recover(const std::vector<CopyId>& running) {
+  const std::lock_guard lock(mutex_);
+  Commands commands;
+  std::vector<CopyId> lost;
+  for (const auto& [copy, of] : copies_) {
+    if (std::find(running.begin(), running.end(), copy) == running.end()) lost.push_back(copy);
+  }
+  for (const CopyId copy : lost) {
+    const RunningCopy of = copies_.at(copy);
+    copies_.erase(copy);
+    Entry& entry = *registry_.find(of.storage);
+    if (of.to_device) {
+      finish_load(entry, false, commands);
+    } else {
+      finish_offload(entry, true, {.same = false}, commands);
+    }
+  }
+  std::vector<StorageId> allocating;
+  registry_.for_each([&](Entry& entry) {
+    if (entry.restored == Restored::kAllocating) allocating.push_back(entry.id);
+    if (entry.lease != Lease::kProbing) return;
+    set_lease(entry, Lease::kDue);
+    due_.push_back(entry.id);
+  });
+  for (const StorageId storage : allocating) finish_load(*registry_.find(storage), false, commands);
+  return commands;
+}
+
 void Engine::kept(KeepReason reason, std::uint64_t nbytes) {
   const std::lock_guard lock(mutex_);
   ++stats_.saved_tensors;

@@ -51,6 +51,7 @@ void Engine::start_offload(Entry& entry, Commands& commands) {
   }
   const Place source{Tier::kDevice, entry.source.address, 0};
   const CopyId copy{++last_copy_};
+  entry.offload = copy;
   entry.copying = missing;
   entry.copying_block = *block;
   set_lease(entry, Lease::kInFlight);

@@ -30,6 +30,10 @@ RestoreVerdict Engine::restore(TicketId ticket, PassId pass, bool live, bool sha
   if (live) {
     verdict.outcome = RestoreOutcome::kLive;
     ++stats_.live_hits;
+    // Whoever gets the storage may resize or write it: not under a copy that reads it.
+    if (entry.lease == Lease::kInFlight) {
+      verdict.commands.push_back({.kind = CommandKind::kWait, .storage = entry.id, .copy = entry.offload});
+    }
   } else if (entry.loading()) {
     verdict.outcome = RestoreOutcome::kPending;
     if (entry.restored == Restored::kLoading) verdict.load = entry.load;
@@ -148,9 +152,9 @@ void Engine::finish_load(Entry& entry, bool ok, Commands& commands) {
   if (entry.dying) finish_entry(entry, commands);
 }
 
-void Engine::wait_allocated(StorageId storage) {
+bool Engine::wait_allocated(StorageId storage, std::chrono::milliseconds limit) {
   std::unique_lock lock(mutex_);
-  load_changed_.wait(lock, [&] {
+  return load_changed_.wait_for(lock, limit, [&] {
     const Entry* entry = registry_.find(storage);
     return entry == nullptr || entry->restored != Restored::kAllocating;
   });

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <iterator>
 #include <string>
+#include <system_error>
 #include <utility>
 
 #include "ebbtide/error.h"
@@ -84,9 +85,9 @@ void HostExecutor::submit(CopyId copy, Plan plan, std::shared_ptr<SpillFile> fil
                 "[HostExecutor.submit] " + name(copy) + " is still pending: give each copy its own id");
   }
   const bool small = plan_bytes(plan) <= options_.inline_bytes && options_.inline_bytes > 0;
+  const bool alone = !small && !start_threads();
   queue_.push_back({key, std::move(plan), std::move(file), std::move(queue)});
-  if (small) return run(std::prev(queue_.end()), lock);
-  while (threads_.size() < options_.threads) threads_.emplace_back(&HostExecutor::work, this);
+  if (small || alone) return run(std::prev(queue_.end()), lock);
   work_available_.notify_one();
 }
 
@@ -132,6 +133,15 @@ void HostExecutor::shutdown() {
   // What is left is run by a `wait`, or by threads that another shutdown joins.
   std::unique_lock lock(mutex_);
   copy_done_.wait(lock, [this] { return queue_.empty() && running_.empty(); });
+}
+
+bool HostExecutor::start_threads() {
+  try {
+    while (threads_.size() < options_.threads) threads_.emplace_back(&HostExecutor::work, this);
+  } catch (const std::system_error&) {
+    // The system gives no more threads now: whoever submits does the work itself.
+  }
+  return !threads_.empty();
 }
 
 void HostExecutor::work() {

@@ -130,7 +130,7 @@ def test_warning_as_error_outside_forward(seen: str, tmp_path: Path) -> None:
 
     expected = torch.autograd.grad(forward(), x)
     tide = offload(to=tmp_path, in_flight_bytes=MIB)
-    completions = tide._session.transfers.completions
+    completions = tide._session.transfers.copies
     with full_disk(tmp_path), warnings.catch_warnings():
         warnings.simplefilter("error")
         tide.__enter__()

@@ -174,9 +174,9 @@ def test_second_thread_waits_while_the_first_allocates(monkeypatch: pytest.Monke
         def __getattr__(self, name: str) -> Any:
             return getattr(engine, name)
 
-        def wait_allocated(self, storage: int) -> None:
+        def wait_allocated(self, storage: int, limit_ms: int) -> bool:
             asked.set()
-            engine.wait_allocated(storage)
+            return engine.wait_allocated(storage, limit_ms)
 
     def allocate(self: TorchFramework, nbytes: int, residue: int, device: int) -> Any:
         held.set()
@@ -191,7 +191,7 @@ def test_second_thread_waits_while_the_first_allocates(monkeypatch: pytest.Monke
 
     with monkeypatch.context() as patch:
         patch.setattr(TorchFramework, "allocate", allocate)
-        patch.setattr(tide._session, "_engine", Engine())
+        patch.setattr(tide._session.transfers, "engine", Engine())
         assert_same_bits(in_threads(differentiate, count=2), expected)
     assert_loaded(tide)
     graph.clear()
