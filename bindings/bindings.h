@@ -17,6 +17,9 @@ void bind_host_executor(nanobind::module_& m);
 void bind_malloc_threshold(nanobind::module_& m);
 void bind_lifetime(nanobind::module_& m);
 
+// False once destructors must do nothing: in a forked child, and when the interpreter shuts down.
+bool usable();
+
 // The exception as an object of ebbtide.errors (others: RuntimeError); None for a null pointer.
 nanobind::object to_python(const std::exception_ptr& error);
 

@@ -3,6 +3,9 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <chrono>
+#include <deque>
+
 #include "bindings.h"
 
 namespace nb = nanobind;
@@ -50,18 +53,74 @@ void bind_verdicts(nb::module_& m) {
       .def_prop_ro("commands", [](const RestoreVerdict& verdict) { return verdict.commands; });
 }
 
-SaveVerdict save(Engine& engine, std::int64_t device, std::uint64_t identity, std::uint64_t address,
-                 std::uint64_t nbytes, std::int64_t storage_offset, std::int64_t itemsize, std::int64_t kind,
-                 Integers sizes, Integers strides, std::uint64_t version, std::uint64_t epoch, std::uint64_t stream,
-                 bool forced, bool spoiled) {
-  return engine.save({.storage = {DeviceId{device}, identity, address, nbytes},
-                      .view = {storage_offset, itemsize, kind, std::move(sizes), std::move(strides)},
-                      .version = version,
-                      .epoch = EpochId{epoch},
-                      .stream = StreamRef{stream},
-                      .forced = forced,
-                      .spoiled = spoiled});
-}
+// What the tickets of one engine share: it, and the commands that their ends gave and nobody has run yet.
+struct Dropped {
+  nb::object engine_object;
+  nb::object on_drop;
+  Engine& engine;
+  std::deque<Command> commands;
+};
+
+// Owns one ticket of the engine. Its end is a C++ destructor: no exception out of a signal handler can come before it.
+class TicketHold {
+ public:
+  TicketHold(std::shared_ptr<Dropped> dropped, TicketId ticket) : dropped_(std::move(dropped)), ticket_(ticket) {}
+  TicketHold(const TicketHold&) = delete;
+  TicketHold& operator=(const TicketHold&) = delete;
+  ~TicketHold() {
+    if (!usable()) return;
+    for (Command& command : dropped_->engine.drop(ticket_)) dropped_->commands.push_back(std::move(command));
+    if (dropped_->commands.empty()) return;
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);  // a destructor may run while an exception is on its way
+    PyObject* done = PyObject_CallNoArgs(dropped_->on_drop.ptr());
+    if (done != nullptr) {
+      Py_DECREF(done);
+    } else if (PyErr_ExceptionMatches(PyExc_KeyboardInterrupt) != 0) {
+      PyErr_Clear();
+      PyErr_SetInterrupt();  // not lost: it comes again outside of the destructor
+    } else {
+      PyErr_WriteUnraisable(dropped_->on_drop.ptr());
+    }
+    PyErr_Restore(type, value, traceback);
+  }
+
+ private:
+  std::shared_ptr<Dropped> dropped_;
+  TicketId ticket_;
+};
+
+// Saves, and gives every ticket to a TicketHold.
+struct Tickets {
+  std::shared_ptr<Dropped> dropped;
+
+  // (verdict, TicketHold or None)
+  nb::object save(std::int64_t device, std::uint64_t identity, std::uint64_t address, std::uint64_t nbytes,
+                  std::int64_t storage_offset, std::int64_t itemsize, std::int64_t kind, Integers sizes,
+                  Integers strides, std::uint64_t version, std::uint64_t epoch, std::uint64_t stream, bool forced,
+                  bool spoiled) {
+    SaveVerdict verdict =
+        dropped->engine.save({.storage = {DeviceId{device}, identity, address, nbytes},
+                              .view = {storage_offset, itemsize, kind, std::move(sizes), std::move(strides)},
+                              .version = version,
+                              .epoch = EpochId{epoch},
+                              .stream = StreamRef{stream},
+                              .forced = forced,
+                              .spoiled = spoiled});
+    nb::object hold = nb::none();
+    if (verdict.outcome != SaveOutcome::kKept) {
+      hold = nb::cast(new TicketHold(dropped, verdict.ticket), nb::rv_policy::take_ownership);
+    }
+    return nb::make_tuple(std::move(verdict), std::move(hold));
+  }
+
+  nb::object pop_dropped() {
+    if (dropped->commands.empty()) return nb::none();
+    nb::object command = nb::cast(std::move(dropped->commands.front()));
+    dropped->commands.pop_front();
+    return command;
+  }
+};
 
 }  // namespace
 
@@ -94,12 +153,10 @@ void bind_engine(nb::module_& m) {
             return engine.recover(copies);
           },
           nb::arg("running"))
-      .def("kept", &Engine::kept, nb::arg("reason"), nb::arg("nbytes"))
-      .def("save", &save, nb::arg("device"), nb::arg("identity"), nb::arg("address"), nb::arg("nbytes"),
-           nb::arg("storage_offset"), nb::arg("itemsize"), nb::arg("kind"), nb::arg("sizes"), nb::arg("strides"),
-           nb::arg("version"), nb::arg("epoch"), nb::arg("stream"), nb::arg("forced"), nb::arg("spoiled"))
       .def(
-          "drop", [](Engine& engine, std::uint64_t ticket) { return engine.drop(TicketId{ticket}); }, nb::arg("ticket"))
+          "knows", [](const Engine& engine, std::uint64_t storage) { return engine.knows(StorageId{storage}); },
+          nb::arg("storage"))
+      .def("kept", &Engine::kept, nb::arg("reason"), nb::arg("nbytes"))
       .def(
           "probed",
           [](Engine& engine, std::uint64_t storage, std::uint64_t holders, bool same, bool intact, bool spoiled) {
@@ -142,6 +199,22 @@ void bind_engine(nb::module_& m) {
           nb::arg("pass_id"))
       .def("stats", &Engine::stats)
       .def("reset_stats", &Engine::reset_stats);
+  nb::class_<TicketHold>(m, "TicketHold");
+  nb::class_<Tickets>(m, "Tickets")
+      .def(
+          "__init__",
+          [](Tickets* self, nb::object engine, nb::object on_drop) {
+            Engine& core = nb::cast<Engine&>(engine);
+            new (self) Tickets{std::make_shared<Dropped>(Dropped{std::move(engine), std::move(on_drop), core, {}})};
+          },
+          nb::arg("engine"), nb::arg("on_drop"), nb::sig("def __init__(self, engine: Engine, on_drop: object) -> None"))
+      .def("save", &Tickets::save, nb::arg("device"), nb::arg("identity"), nb::arg("address"), nb::arg("nbytes"),
+           nb::arg("storage_offset"), nb::arg("itemsize"), nb::arg("kind"), nb::arg("sizes"), nb::arg("strides"),
+           nb::arg("version"), nb::arg("epoch"), nb::arg("stream"), nb::arg("forced"), nb::arg("spoiled"),
+           nb::sig("def save(self, device: int, identity: int, address: int, nbytes: int, storage_offset: int, "
+                   "itemsize: int, kind: int, sizes: tuple[int, ...], strides: tuple[int, ...], version: int, "
+                   "epoch: int, stream: int, forced: bool, spoiled: bool) -> tuple[SaveVerdict, TicketHold | None]"))
+      .def("pop_dropped", &Tickets::pop_dropped, nb::sig("def pop_dropped(self) -> Command | None"));
 }
 
 }  // namespace ebbtide::bindings

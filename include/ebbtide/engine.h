@@ -106,6 +106,8 @@ class Engine {
   // the copies that will still be reported. Afterwards nothing waits for an answer that does not come.
   [[nodiscard]] Commands recover(const std::vector<CopyId>& running);
 
+  [[nodiscard]] bool knows(StorageId storage) const;
+
   // --- backward
   // `live`: the session holds the saved storage, unchanged. `shared`: it holds the restored one. `pass` 0 means no
   // backward is running: nothing is claimed or kept for others. Throws Error(kDevice) when the bytes are nowhere.

@@ -94,6 +94,7 @@ class Registry {
   // Nobody finds the entry by identity any more.
   void hide(Entry& entry);
   [[nodiscard]] Entry* find(StorageId storage);
+  [[nodiscard]] bool contains(StorageId storage) const { return entries_.contains(storage); }
 
   // The entry that takes new views of this storage in this epoch: by the saved storage, or by the restored one.
   [[nodiscard]] Entry* find_saved(std::uint64_t identity, EpochId epoch);

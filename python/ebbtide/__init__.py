@@ -1,6 +1,6 @@
 """Offloads the activations that autograd saves, storage by storage, and brings them back in time.
 
-Import ``ebbtide.torch`` or ``ebbtide.mindspore`` to use it; this package names what both share.
+Import ``ebbtide.torch`` to use it; this package names what does not depend on a framework.
 Importing it touches no accelerator, stream, thread or pinned memory.
 """
 

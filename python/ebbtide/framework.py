@@ -102,6 +102,9 @@ class Framework(Protocol):
     def counter_owner(self, tensor: Tensor) -> Any:
         """A weakly referencable object; tensors with the same owner share one in-place counter."""
 
+    def replaceable(self, tensor: Tensor) -> bool:
+        """Whether the graph would hold the tensor object itself, and so see data that its owner puts in later."""
+
     def keep(self, tensor: Tensor, reason: KeepReason) -> Tensor:
         """What to hold so that the tensor stays, without a reference cycle through the graph."""
 

@@ -78,8 +78,8 @@ def usable() -> bool:
 def require_usable(place: str) -> None:
     if _forked:
         raise UsageError(
-            f"[{place}] process {os.getpid()} was forked while Ebbtide was in use: "
-            "leave the context before forking, or start the process with 'spawn'"
+            f"[{place}] process {os.getpid()} was forked from one that had used Ebbtide: "
+            "start it with 'spawn' or 'forkserver', or fork before the first use"
         )
     if _finished:
         raise UsageError(f"[{place}] the interpreter is shutting down")
@@ -88,6 +88,8 @@ def require_usable(place: str) -> None:
 def _after_fork_in_child() -> None:
     global _forked
     _forked = _executor is not None or _host_pool is not None or bool(_spill_files)
+    if _forked:
+        _core.stop_destructors()
     # Its threads are not here: joining them would hang.
     _core.keep_forever(_executor)
 
@@ -95,6 +97,7 @@ def _after_fork_in_child() -> None:
 def _at_exit() -> None:
     global _finished
     _finished = True
+    _core.stop_destructors()
     if _executor is not None and not _forked:
         _executor.shutdown()
 

@@ -198,7 +198,7 @@ def _kept_rows(stats: Stats) -> list[_Row]:
         for reason, count in sorted(stats.kept.items(), key=lambda item: (-item[1], item[0]))
         if count
     ]
-    return rows or [_row("kept", 0, None, "nothing was kept on the device")]
+    return rows or [_row("kept", 0, None, "no tensor was kept from the start")]
 
 
 def _transfer_rows(stats: Stats) -> list[_Row]:
@@ -208,6 +208,12 @@ def _transfer_rows(stats: Stats) -> list[_Row]:
             "moved out (D2H)", stats.d2h_copies, stats.d2h_bytes, f"copies{moved and f'; {moved}'}"
         ),
         _row("  spilled", None, stats.spilled_bytes, "of these to disk"),
+        _row(
+            "stayed",
+            None,
+            max(0, stats.unique_bytes - stats.d2h_bytes),
+            "the rest of what was left to move: kept last, held by others until backward, changed",
+        ),
         _row("freed", None, stats.freed_bytes, "storages that nobody else held"),
     ]
     if stats.unfreed_bytes:
@@ -215,7 +221,7 @@ def _transfer_rows(stats: Stats) -> list[_Row]:
             _row("copied, not freed", None, stats.unfreed_bytes, "somebody else holds the storage")
         )
     rows.append(
-        _row("parked", stats.parked, None, "storages others hold: a copy would free nothing")
+        _row("parked now", stats.parked, None, "storages others hold: a copy would free nothing")
     )
     return rows
 

@@ -6,13 +6,12 @@ import weakref
 from typing import Any, Protocol, TypeAlias
 
 from ebbtide import process
+from ebbtide._core import TicketHold
 from ebbtide.framework import Storage, StorageRef, Tensor, ViewMeta, Weak, Witness
 
 
 class Owner(Protocol):
-    """Whom tickets and passes tell of their end."""
-
-    def drop(self, ticket: int) -> None: ...
+    """Whom passes tell of their end."""
 
     def end_pass(self, pass_id: int) -> None: ...
 
@@ -63,29 +62,32 @@ class StorageEntry:
 
 
 class Ticket:
-    """What pack returns for a tensor that may be offloaded. Owns the host bytes together with its siblings."""
+    """What pack returns for a tensor that may be offloaded.
 
-    __slots__ = ("_session", "entry", "id", "version", "view", "witness")
+    ``hold`` owns the engine's ticket; the last one of a storage owns its bytes.
+    """
+
+    __slots__ = ("_session", "entry", "hold", "id", "original", "version", "view", "witness")
 
     def __init__(
         self,
         session: Owner,
         ticket: int,
+        hold: TicketHold,
         entry: StorageEntry,
         view: ViewMeta,
         witness: Witness,
         version: int,
+        original: weakref.ref[Tensor] | None,
     ) -> None:
-        self._session = session
+        self._session = session  # lives as long as its tickets
+        self.original = original  # a tensor whose owner may give it other data
         self.id = ticket
+        self.hold = hold
         self.entry = entry
         self.view = view
         self.witness = witness
         self.version = version
-
-    def __del__(self) -> None:
-        if process.usable():
-            self._session.drop(self.id)
 
 
 class PassEnd:

@@ -23,7 +23,6 @@ from ebbtide.saved import Kept, PassEnd, StorageEntry, Ticket
 from ebbtide.sizes import format_bytes
 from ebbtide.transfers import Transfers
 
-_KEPT = int(SaveOutcome.KEPT)
 _NEW = int(SaveOutcome.NEW)
 _LIVE = int(RestoreOutcome.LIVE)
 _SHARED = int(RestoreOutcome.SHARED)
@@ -111,12 +110,11 @@ class Session:
 
     def _save(self, tensor: Tensor, epoch: int, forced: bool, spoiled: bool) -> Kept | Ticket:
         framework = self._framework
-        engine = self._engine
         view = framework.view_meta(tensor)
         version = framework.version(tensor)
         storage = framework.storage(tensor)
         ref = framework.storage_ref(storage)
-        verdict = engine.save(
+        verdict, hold = self.transfers.tickets.save(
             ref.device,
             ref.identity,
             ref.address,
@@ -133,7 +131,7 @@ class Session:
             spoiled,
         )
         outcome = verdict.outcome
-        if outcome == _KEPT:
+        if hold is None:
             return self._keep(tensor, verdict.reason)
         try:
             entry = self.transfers.entries.get(verdict.storage)
@@ -149,9 +147,9 @@ class Session:
             witness = self._witness(entry, tensor, version) if intact else None
         except BaseException:
             self.transfers.run(verdict.commands)
-            self.transfers.run(engine.drop(verdict.ticket))
             raise
-        ticket = Ticket(self, verdict.ticket, entry, view, witness, version)
+        original = weakref.ref(tensor) if framework.replaceable(tensor) else None
+        ticket = Ticket(self, verdict.ticket, hold, entry, view, witness, version, original)
         self.transfers.run(verdict.commands)
         return ticket if intact else self._save(tensor, epoch, forced, spoiled=True)
 
@@ -164,10 +162,6 @@ class Session:
         entry.witnesses.append((witness, version))
         entry.last_witness = (weakref.ref(owner), witness)
         return witness
-
-    def drop(self, ticket: int) -> None:
-        """A ticket died: let go of what only it needed."""
-        self.transfers.run(self._engine.drop(ticket))
 
     # --- backward
 
@@ -197,6 +191,10 @@ class Session:
         if self._copies.ready:
             self.transfers.settle()
         found = framework.version(saved.witness)
+        original = saved.original() if saved.original is not None else None
+        if original is not None and found == saved.version:
+            if framework.storage_ref(framework.storage(original)) != saved.entry.ref:
+                return original
         if found == saved.version:
             storage = self._find(saved, allow_live=True)
         elif self._use_saved_copy:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 
 from ebbtide import _core, process
@@ -49,6 +50,7 @@ class Transfers:
         )
         self.entries: dict[int, StorageEntry] = {}
         self._executor = process.executor()
+        self.tickets = _core.Tickets(self.engine, _calling(weakref.ref(self)))
         self.copies = _core.Copies()
         self._unreported: set[int] = set()  # copies that the engine was not told about yet
         self.interrupted = False
@@ -84,6 +86,17 @@ class Transfers:
                 raise failure
         finally:
             del failure  # its traceback holds this frame
+
+    def run_dropped(self) -> None:
+        """Runs what the ends of tickets left to do."""
+        if not process.usable():
+            return
+        try:
+            while (command := self.tickets.pop_dropped()) is not None:
+                self.run([command])
+        except BaseException as error:
+            self.interrupted |= not isinstance(error, Exception)
+            raise
 
     def settle(self) -> None:
         """Reports every copy that is done; leases leave here."""
@@ -157,6 +170,10 @@ class Transfers:
         running = self.copies.all_running()
         self._unreported = set(running)
         self.run(self.engine.recover(running))
+        self.run_dropped()
+        for storage_id in list(self.entries):
+            if not self.engine.knows(storage_id):
+                self.entries.pop(storage_id, None)
 
     def _adopt(self, entry: StorageEntry, storage: Storage) -> int:
         """Starts the load into new memory; returns the copy."""
@@ -193,7 +210,10 @@ class Transfers:
             return _HELD  # released meanwhile
 
     def _copy(self, command: _core.Command) -> None:
-        entry = self.entries[command.storage]
+        entry = self.entries.get(command.storage)
+        if entry is None:  # saving it was cut short
+            self.run(self.engine.completed(command.copy, False, *_UNKNOWN))
+            return
         if command.to_device:
             storage, entry.arriving = entry.arriving, None
             entry.restored = {command.copy: storage}
@@ -233,7 +253,10 @@ class Transfers:
 
     def _allocate_ahead(self, command: _core.Command) -> None:
         """A prefetch: a failure only cancels it."""
-        entry = self.entries[command.storage]
+        entry = self.entries.get(command.storage)
+        if entry is None:
+            self.run(self.engine.allocation_failed(command.storage))
+            return
         try:
             storage = self.allocate(entry, command)
         except MemoryError:
@@ -273,6 +296,17 @@ class Transfers:
             RuntimeWarning,
             stacklevel=_level_of_the_caller(),
         )
+
+
+def _calling(transfers: weakref.ref[Transfers]) -> Callable[[], None]:
+    """``run_dropped`` without keeping the object alive."""
+
+    def run_dropped() -> None:
+        alive = transfers()
+        if alive is not None:
+            alive.run_dropped()
+
+    return run_dropped
 
 
 def _level_of_the_caller() -> int:

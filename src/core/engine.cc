@@ -76,6 +76,11 @@ Commands Engine::recover(const std::vector<CopyId>& running) {
   return commands;
 }
 
+bool Engine::knows(StorageId storage) const {
+  const std::lock_guard lock(mutex_);
+  return registry_.contains(storage);
+}
+
 void Engine::kept(KeepReason reason, std::uint64_t nbytes) {
   const std::lock_guard lock(mutex_);
   ++stats_.saved_tensors;

@@ -125,7 +125,7 @@ def test_metrics_have_the_same_names_every_time() -> None:
         ("moved out (D2H)", "moved out (D2H) 210 50.0 MiB copies; 50 % of"),
         ("spilled", "spilled 7.0 MiB"),
         ("freed", "freed 45.0 MiB"),
-        ("parked", "parked 6 "),
+        ("parked now", "parked now 6 "),
         ("moved in (H2D)", "moved in (H2D) 190 40.0 MiB"),
         ("live hits", "live hits 11 "),
         ("prefetch hits", "prefetch hits 9 90 % of"),

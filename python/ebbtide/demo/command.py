@@ -70,7 +70,7 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument(
         "--seed",
-        type=_count(0),
+        type=_count(0, (1 << 63) - 1),
         default=default.seed,
         metavar="N",
         help="of weights and samples (default: %(default)s)",
@@ -85,10 +85,12 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there too")
 
 
-def _count(least: int) -> Any:
+def _count(least: int, most: int = (1 << 31) - 1) -> Any:
     def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r}: give a whole number from {least}")
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(
+                f"{text!r}: give a whole number from {least} to {most}"
+            )
         return int(text)
 
     return parse

@@ -9,13 +9,28 @@ import torch
 from ebbtide import process
 from ebbtide.config import OffloadConfig
 from ebbtide.errors import UsageError
-from ebbtide.offload import Offload
+from ebbtide.offload import Offload, Scope
 from ebbtide.policy import CheckpointPolicy
+from ebbtide.saved import PassEnd
+from ebbtide.session import Session
+from ebbtide.torch.compiler import leave_alone
 from ebbtide.torch.framework import TorchFramework
+from ebbtide.transfers import Transfers
 
 __all__ = ["CheckpointPolicy", "Offload", "OffloadConfig", "offload", "trim"]
 
 trim = process.trim
+
+leave_alone(
+    (
+        Offload.__enter__,
+        Offload.__exit__,
+        PassEnd.__call__,
+        Scope.pack,
+        Session.unpack,
+        Transfers.run_dropped,
+    )
+)
 
 
 def offload(
@@ -38,6 +53,10 @@ def offload(
     if config is not None and options:
         raise UsageError(
             f"[offload] config= and {', '.join(sorted(options))}= given: put all of them into the config"
+        )
+    if config is not None and not isinstance(config, OffloadConfig):
+        raise UsageError(
+            f"[offload] config is a {type(config).__name__}: pass an ebbtide.OffloadConfig, or options by name"
         )
     if config is None:
         config = OffloadConfig.from_options(**options)

@@ -33,11 +33,12 @@ class WeakStorage:
     __slots__ = ("_free", "pointer")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.pointer = storage._weak_ref()
         self._free = torch.UntypedStorage._free_weak_ref
+        self.pointer = storage._weak_ref()
 
     def __del__(self) -> None:
-        self._free(self.pointer)
+        if hasattr(self, "pointer"):
+            self._free(self.pointer)
 
 
 _held = [torch.UntypedStorage(0)]
@@ -185,9 +186,12 @@ class TorchFramework:
         base = tensor._base
         return tensor if base is None else base
 
+    def replaceable(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_leaf
+
     def keep(self, tensor: torch.Tensor, reason: KeepReason) -> torch.Tensor:
-        if tensor.is_leaf and (tensor.requires_grad or is_weight(tensor)):
-            # No graph hangs at a leaf, and whoever swaps a parameter's data wants backward to see the new data.
+        if tensor.is_leaf:
+            # No graph hangs at a leaf, and whoever swaps its data wants backward to see the new data.
             return tensor
         if reason is KeepReason.SMALL and tensor.numel() == 0:
             # A view without elements must not pin the storage it came from.
@@ -209,6 +213,10 @@ class TorchFramework:
     def make_view(
         self, storage: torch.UntypedStorage, view: ViewMeta, witness: torch.Tensor
     ) -> torch.Tensor:
+        if torch.is_inference_mode_enabled():
+            # Its tensors have no in-place counter to share.
+            with torch.inference_mode(False):
+                return self.make_view(storage, view, witness)
         data = torch.empty(0, dtype=view.dtype, device=storage.device)
         data.set_(storage, view.storage_offset, view.sizes, view.strides)
         bits = view.kind % _MAX_VIEW_KINDS

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from support import assert_at_rest, assert_loaded, assert_same_bits
+from support import EXACT, assert_at_rest, assert_loaded, assert_same_bits
 from torch import nn
 from training import assert_step_equal, gradients, make_input, make_model, offload, step
+
+import ebbtide.torch as ebb
 
 if not torch._dynamo.is_dynamo_supported():
     pytest.skip("torch.compile does not support this Python", allow_module_level=True)
@@ -208,3 +210,35 @@ def test_inductor() -> None:
     assert_same_bits(step(run, x, tide), expected)
     assert_loaded(tide)
     assert_at_rest(tide)
+
+
+def test_a_graph_break_in_a_try_block_does_not_trace_the_hooks() -> None:
+    """From the break on, frames are compiled one by one; the hooks' own are not among them."""
+    model, x = torch.nn.Linear(32, 32), torch.randn(32, 32, requires_grad=True)
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        try:
+            y = model(x).tanh()
+            print(end="")
+            return (y * y).sum()
+        finally:
+            pass
+
+    expected = torch.autograd.grad(program(x), x)
+    tide = ebb.offload(**EXACT)
+    with tide:
+        loss = torch.compile(program, backend="eager")(x)
+    assert_same_bits(torch.autograd.grad(loss, x), expected)
+    assert_loaded(tide)
+
+
+def test_backward_in_inference_mode() -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+    expected = torch.autograd.grad((x.sin() * x.cos()).sum(), x)
+    tide = ebb.offload(**EXACT)
+    with tide:
+        loss = (x.sin() * x.cos()).sum()
+    with torch.inference_mode():
+        found = torch.autograd.grad(loss, x)
+    assert_same_bits(found, expected)
+    assert_loaded(tide)

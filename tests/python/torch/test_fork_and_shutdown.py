@@ -208,7 +208,7 @@ def test_data_loader_worker_that_saves_is_told(tmp_path: Path) -> None:
         try:
             next(iter(loader))
         except UsageError as error:
-            print("forked" if "was forked while Ebbtide was in use" in str(error) else error)
+            print("forked" if "was forked from one that had used Ebbtide" in str(error) else error)
     """
     assert run(BIG + DATA + dedent(program), str(tmp_path)) == "forked\n"
 

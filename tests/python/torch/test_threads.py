@@ -15,6 +15,7 @@ from descriptors import bad_disk
 from support import assert_at_rest, assert_loaded, assert_same_bits
 from training import gradients, make_input, make_model, offload, step
 
+import ebbtide.torch as ebb
 from ebbtide import SpillError
 from ebbtide.torch.framework import TorchFramework
 
@@ -258,3 +259,28 @@ def test_graphs_dropped_on_another_thread() -> None:
     assert tide.stats().d2h_bytes > 0
     graphs.clear()
     assert_at_rest(tide)
+
+
+def test_a_live_hit_waits_for_the_copy_that_reads_the_storage() -> None:
+    """Whoever gets the storage may resize it; the copy must not read memory that is gone."""
+
+    class Resizing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            y = x * 3
+            ctx.save_for_backward(y)
+            return x.new_ones(())
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            (y,) = ctx.saved_tensors
+            assert tide.stats().d2h_copies == 1, "done before the storage was handed out"
+            y.untyped_storage().resize_(0)
+            return gradient.expand(y.shape)
+
+    x = torch.ones(4_000_000, requires_grad=True)
+    tide = ebb.offload(min_bytes=0, keep_last_bytes=0, in_flight_bytes="1GiB")
+    with tide:
+        loss = Resizing.apply(x)
+    loss.backward()
+    assert x.grad is not None and x.grad.sum() == 4_000_000

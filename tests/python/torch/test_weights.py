@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 import torch
-from support import assert_at_rest, assert_loaded, assert_same_bits
+from support import EXACT, assert_at_rest, assert_loaded, assert_same_bits
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 from training import gradients, make_input, make_model, offload, step
 
+import ebbtide.torch as ebb
 from ebbtide import CheckpointPolicy
 
 WIDTH = 24  # unlike the number of rows: a shape tells a weight from an activation
@@ -373,3 +375,23 @@ def test_a_cast_of_an_activation_is_none_of_a_weight() -> None:
     assert_loaded(tide)
     del loss
     assert_at_rest(tide)
+
+
+@pytest.mark.parametrize("kind", ["buffer", "input"])
+@pytest.mark.parametrize("size", [4, 200])
+def test_data_put_into_a_leaf_after_forward_is_seen_as_without(kind: str, size: int) -> None:
+    """Autograd holds the leaf itself: backward reads what its owner has put in since."""
+
+    def gradient(context: AbstractContextManager[object]) -> torch.Tensor:
+        module = nn.Module()
+        module.register_buffer("table", torch.ones(size, size))
+        leaf = module.table if kind == "buffer" else torch.ones(size, size)
+        w = torch.randn(size, size, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        with context:
+            loss = (w * leaf).sum()
+        leaf.data = torch.full((size, size), 3.0)
+        return torch.autograd.grad(loss, w)[0]
+
+    expected = gradient(nullcontext())
+    assert torch.equal(expected, torch.full((size, size), 3.0))
+    assert_same_bits([gradient(ebb.offload(**EXACT))], [expected])

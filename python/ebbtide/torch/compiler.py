@@ -1,0 +1,29 @@
+"""Keeps ``torch.compile`` out of Ebbtide's own code.
+
+Autograd calls the hooks while a compiled function may still be traced frame by frame; what they do (raw addresses,
+reference counts) cannot be traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+
+def leave_alone(functions: Iterable[Callable[..., Any]]) -> None:
+    """Run these functions, and what they call, as plain Python, also inside compiled code.
+
+    As ``torch.compiler.disable`` does, without importing the compiler. Without the private names of torch that it takes
+    (they are probed), compiled code under the context may raise a TypeError.
+    """
+    strategy = None
+    eval_frame: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    action = getattr(eval_frame, "_FrameAction", None)
+    if action is not None and hasattr(eval_frame, "set_code_exec_strategy"):
+        strategy = eval_frame._FrameExecStrategy(action.SKIP, action.SKIP)
+    for function in functions:
+        function._torchdynamo_disable = True  # type: ignore[attr-defined]
+        if strategy is not None:
+            eval_frame.set_code_exec_strategy(function.__code__, strategy)

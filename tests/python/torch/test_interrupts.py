@@ -1,0 +1,112 @@
+"""Exceptions out of signal handlers, such as Ctrl-C, may cut Ebbtide's own code short at any instruction."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import assert_at_rest, assert_loaded, same_bits
+
+import ebbtide.torch as ebb
+from ebbtide import process
+
+
+@pytest.fixture
+def interrupting() -> Iterator[None]:
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def forward(x: torch.Tensor) -> torch.Tensor:
+    y = x
+    for _ in range(20):
+        y = (y @ x).tanh() * 0.9
+        y = y + y.sin()
+    return y.sum()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("to", ["disk", "host"])
+def test_an_interrupt_reaches_the_caller_and_later_steps_are_equal(
+    interrupting: None, tmp_path: Path, to: str
+) -> None:
+    """Wherever it comes. Memory under a running copy stays alive: no crash."""
+    x = torch.randn(130, 130, requires_grad=True)
+    expected = torch.autograd.grad(forward(x), x)[0]
+    tide = ebb.offload(to=tmp_path if to == "disk" else "host", min_bytes=0, keep_last_bytes=0)
+    delays = random.Random(0)
+    interrupted = 0
+    for _ in range(150):
+        loss = None
+        try:
+            signal.setitimer(signal.ITIMER_REAL, delays.random() * 0.02 + 1e-4)
+            with tide:
+                loss = forward(x)
+            found = torch.autograd.grad(loss, x)[0]
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            assert same_bits(found, expected)
+        except KeyboardInterrupt:
+            interrupted += 1
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    assert interrupted > 20
+    for _ in range(2):
+        with tide:
+            loss = forward(x)
+        assert same_bits(torch.autograd.grad(loss, x)[0], expected)
+    assert_loaded(tide)
+
+
+class Interrupting:
+    """``Copies`` that raises as the n-th copy was handed over."""
+
+    def __init__(self, copies: Any, number: int) -> None:
+        self.copies = copies
+        self._left = number
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.copies, name)
+
+    def submit(self, *arguments: Any) -> None:
+        self.copies.submit(*arguments)
+        self._left -= 1
+        if self._left == 0:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("number", [1, 2, 25, 60, 110])
+def test_interrupt_as_a_copy_is_handed_over(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """The copy is queued when the exception comes: it is neither lost nor reported twice."""
+    x = torch.randn(64, 64, requires_grad=True)
+    expected = torch.autograd.grad(forward(x), x)[0]
+    tide = ebb.offload(to="host", min_bytes=0, keep_last_bytes=0, prefetch_bytes=0)
+    transfers = tide._session.transfers
+    copies = transfers.copies
+    executor = process.executor()
+
+    def wait(self: Any, copy: int) -> None:
+        executor.wait(copy, copies)
+        self.settle()
+
+    loss = None
+    with monkeypatch.context() as patch:
+        patch.setattr(transfers, "copies", Interrupting(copies, number))
+        patch.setattr(type(transfers), "wait", wait)
+        with pytest.raises(KeyboardInterrupt):
+            with tide:
+                loss = forward(x)
+            torch.autograd.grad(loss, x)
+    loss = None
+    with tide:
+        loss = forward(x)
+    assert same_bits(torch.autograd.grad(loss, x)[0], expected)
+    assert_loaded(tide)
+    loss = None
+    assert_at_rest(tide)
