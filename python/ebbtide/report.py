@@ -198,7 +198,7 @@ def _kept_rows(stats: Stats) -> list[_Row]:
         for reason, count in sorted(stats.kept.items(), key=lambda item: (-item[1], item[0]))
         if count
     ]
-    return rows or [_row("kept", 0, None, "no tensor was kept from the start")]
+    return rows or [_row("kept", 0, None, "nothing was kept from the start")]
 
 
 def _transfer_rows(stats: Stats) -> list[_Row]:

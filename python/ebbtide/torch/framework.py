@@ -98,7 +98,7 @@ class TorchFramework:
         )
 
     def is_region_input(self) -> bool:
-        frame = sys._getframe(2).f_back
+        frame = sys._getframe(3).f_back
         if frame is not None and frame.f_code is _APPLY_CODE:
             frame = frame.f_back
         if frame is None or frame.f_globals.get("__name__") != "torch.utils.checkpoint":
@@ -190,15 +190,16 @@ class TorchFramework:
         return tensor.is_leaf
 
     def keep(self, tensor: torch.Tensor, reason: KeepReason) -> torch.Tensor:
-        if tensor.is_leaf:
-            # No graph hangs at a leaf, and whoever swaps its data wants backward to see the new data.
-            return tensor
-        if reason is KeepReason.SMALL and tensor.numel() == 0:
+        owned = tensor.is_leaf and tensor.requires_grad
+        if reason is KeepReason.SMALL and tensor.numel() == 0 and not owned:
             # A view without elements must not pin the storage it came from.
             empty = torch.empty_strided(
                 tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
             )
             return self._emptied(tensor, _with_bits(empty, tensor.is_conj(), tensor.is_neg()))
+        if tensor.is_leaf:
+            # No graph hangs at a leaf, and whoever swaps its data wants backward to see the new data.
+            return tensor
         # The tensor itself would keep its own node alive for ever where it is the node's output.
         return tensor.detach()
 
