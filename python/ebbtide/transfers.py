@@ -22,8 +22,8 @@ from ebbtide.sizes import format_bytes
 _POLL_MS = 100
 _NO_LIMIT = (1 << 64) - 1
 
-# A probe of a storage that another thread is just saving: look again later.
-_HELD = (1, True, True, False)
+# A probe of a storage that another thread is just saving: look again later. More holders than there can be leases.
+_HELD = (1 << 32, True, True, False)
 # The storage could not be looked at: it stays on the device.
 _UNKNOWN = (1, False, True, False)
 

@@ -389,10 +389,13 @@ CopyId Driver::adopt(StorageId id, const Storage& storage) {
   return commands.empty() ? CopyId{} : commands.back().copy;
 }
 
+// More than any number of leases: who is just saving the storage holds it.
+constexpr std::uint64_t kMany = std::uint64_t{1} << 32;
+
 ProbeAnswer Driver::inspect(StorageId id) {
   const Lock lock(mutex_);
   const auto found = items_.find(id);
-  if (found == items_.end() || found->second.lease == nullptr) return {.holders = 1};
+  if (found == items_.end() || found->second.lease == nullptr) return {.holders = kMany};
   const Storage& lease = found->second.lease;
   long own = 1;
   for (const auto& [other, item] : items_) own += item.restored == lease;
