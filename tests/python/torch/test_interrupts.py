@@ -22,6 +22,9 @@ def interrupting() -> Iterator[None]:
     yield
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
+    # An interrupt inside torch's own __exit__ leaves its hooks pushed.
+    while torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
 def forward(x: torch.Tensor) -> torch.Tensor:
