@@ -61,7 +61,7 @@ class Transfers:
         if not hasattr(self, "copies"):
             return
         if process.usable():
-            # Copies read and write memory that the entries keep alive.
+            # The engine gives its blocks back with its end: no copy may use them any more.
             self._executor.drain(self.copies)
         else:
             # Threads that are not in this process may have left the engine's and the tier's mutexes locked.
