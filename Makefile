@@ -21,6 +21,7 @@ export PYTHON CXX
 
 VENV := .venv
 BIN := $(VENV)/bin
+PEERS := .venv-peers
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # One build tree per compiler: CMake cannot change it in place.
 BUILD := build/$(notdir $(lastword $(CXX)))
@@ -33,14 +34,14 @@ CXX_FILES = $(shell find include src bindings tests benchmarks examples -name '*
 
 ##@ What you will want
 
-.PHONY: demo test test-full bench
+.PHONY: demo test test-full bench peers
 demo: $(VENV)/.torch $(VENV)/.demo-deps build ## Set up, build, install and run `ebbtide demo`
 	$(BIN)/ebbtide demo
 
-test: lint test-cpp test-cpp-sanitize stubs-check typecheck test-python ## All checks but the slow ones; ends with pytest's summary
+test: lint test-cpp test-cpp-sanitize stubs-check typecheck test-device test-python ## All checks but the slow ones; ends with pytest's summary
 
 test-full: PYTEST_OPTIONS :=
-test-full: lint test-cpp test-cpp-sanitize test-cpp-thread stubs-check typecheck test-python ## `make test`, thread sanitizer and slow tests
+test-full: lint test-cpp test-cpp-sanitize test-cpp-thread stubs-check typecheck test-device test-python ## `make test`, thread sanitizer and slow tests
 
 bench: build $(VENV)/.torch $(VENV)/.demo-deps ## Benchmarks: core, host time per saved tensor, the demo in pairs
 	tools/system_packages.sh benchmark
@@ -49,9 +50,12 @@ bench: build $(VENV)/.torch $(VENV)/.demo-deps ## Benchmarks: core, host time pe
 	$(BIN)/python benchmarks/host_time.py
 	$(BIN)/python benchmarks/demo_pairs.py
 
+peers: build $(VENV)/.torch $(VENV)/.demo-deps $(PEERS)/.installed ## Activation offloaders side by side on the test device; fills docs/peers.md
+	PYTHONPATH=benchmarks $(PEERS)/bin/python -m peers --json build/peers.json --docs docs/peers.md
+
 ##@ Parts
 
-.PHONY: build lint typecheck stubs-check test-cpp test-cpp-sanitize test-cpp-thread test-python
+.PHONY: build lint typecheck stubs-check test-cpp test-cpp-sanitize test-cpp-thread test-device test-python
 build: $(VENV)/.installed ## Build the wheel and install it into .venv
 
 lint: $(VENV)/.dev-deps ## Include directions, clang-format, ruff
@@ -80,7 +84,11 @@ test-cpp-thread: cpp-deps ## C++ tests under the thread sanitizer
 	$$(setarch -R true 2>/dev/null && echo setarch -R) $(call run_ctest,thread)
 
 PYTEST_OPTIONS = -m "not slow"
-test-python: build $(VENV)/.torch $(VENV)/.demo-deps $(VENV)/.dev-deps ## Python tests but the slow ones
+PYTEST_DEPS := build $(VENV)/.torch $(VENV)/.demo-deps $(VENV)/.dev-deps
+test-device: $(PYTEST_DEPS) ## Python tests on the test device, a process of their own
+	EBBTIDE_TEST_BACKEND=torch-tide $(BIN)/python -m pytest $(PYTEST_OPTIONS)
+
+test-python: $(PYTEST_DEPS) ## Python tests on the CPU but the slow ones
 	$(BIN)/python -m pytest $(PYTEST_OPTIONS)
 
 ##@ Upkeep
@@ -99,7 +107,7 @@ clean: ## Remove builds and caches
 	find python tests tools -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean ## `make clean`, and .venv too
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(PEERS)
 
 help: ## This list
 	@awk 'BEGIN { FS = ":.*## " } /^##@/ { print "\n" substr($$0, 5) } \
@@ -156,6 +164,15 @@ $(VENV)/.runtime-deps: pyproject.toml tools/requirements.py | $(VENV)/.created
 $(VENV)/.installed: $(PACKAGE_FILES) $(VENV)/.build-deps $(VENV)/.runtime-deps
 	$(PIP) install --quiet --no-build-isolation --no-deps --force-reinstall \
 	  --config-settings=build-dir=$(BUILD)/wheel .
+	touch $@
+
+# On top of .venv, whose packages it sees: what is compared runs on the torch that is in use.
+$(PEERS)/.installed: benchmarks/peers/requirements.txt | $(VENV)/.created
+	$(BIN)/python -m venv --clear $(PEERS)
+	echo '*' >$(PEERS)/.gitignore
+	$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
+	  >$$($(PEERS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth
+	$(PEERS)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r $<
 	touch $@
 
 .PHONY: cpp-deps

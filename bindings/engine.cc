@@ -1,10 +1,14 @@
 #include "ebbtide/engine.h"
 
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <chrono>
 #include <deque>
+#include <optional>
+#include <tuple>
 
 #include "bindings.h"
 
@@ -15,6 +19,8 @@ namespace ebbtide::bindings {
 namespace {
 
 using Integers = std::vector<std::int64_t>;
+// Holders, whether they were counted, same, intact, spoiled: see ProbeAnswer.
+using Answer = std::tuple<std::uint64_t, bool, bool, bool, bool>;
 
 void bind_verdicts(nb::module_& m) {
   nb::enum_<SaveOutcome>(m, "SaveOutcome", nb::is_arithmetic())
@@ -48,6 +54,8 @@ void bind_verdicts(nb::module_& m) {
   nb::class_<RestoreVerdict>(m, "RestoreVerdict")
       .def_prop_ro("outcome", [](const RestoreVerdict& verdict) { return static_cast<int>(verdict.outcome); })
       .def_prop_ro("load", [](const RestoreVerdict& verdict) { return value(verdict.load); })
+      .def_ro("allocating", &RestoreVerdict::allocating)
+      .def_prop_ro("stream", [](const RestoreVerdict& verdict) { return value(verdict.stream); })
       .def_ro("nbytes", &RestoreVerdict::nbytes)
       .def_ro("residue", &RestoreVerdict::residue)
       .def_prop_ro("commands", [](const RestoreVerdict& verdict) { return verdict.commands; });
@@ -97,13 +105,14 @@ struct Tickets {
   // (verdict, TicketHold or None)
   nb::object save(std::int64_t device, std::uint64_t identity, std::uint64_t address, std::uint64_t nbytes,
                   std::int64_t storage_offset, std::int64_t itemsize, std::int64_t kind, Integers sizes,
-                  Integers strides, std::uint64_t version, std::uint64_t epoch, std::uint64_t stream, bool forced,
-                  bool spoiled) {
+                  Integers strides, std::uint64_t version, std::uint64_t epoch, std::size_t label,
+                  std::uint64_t stream, bool forced, bool spoiled) {
     SaveVerdict verdict =
         dropped->engine.save({.storage = {DeviceId{device}, identity, address, nbytes},
                               .view = {storage_offset, itemsize, kind, std::move(sizes), std::move(strides)},
                               .version = version,
                               .epoch = EpochId{epoch},
+                              .label = label,
                               .stream = StreamRef{stream},
                               .forced = forced,
                               .spoiled = spoiled});
@@ -129,22 +138,39 @@ void bind_engine(nb::module_& m) {
   nb::class_<Engine>(m, "Engine")
       .def(
           "__init__",
-          [](Engine* self, std::shared_ptr<BlockSpace> space, std::uint64_t min_bytes, std::uint64_t keep_last_bytes,
-             std::uint64_t prefetch_bytes, std::uint64_t in_flight_bytes, std::uint64_t max_tier_bytes) {
+          [](Engine* self, std::shared_ptr<BlockSpace> space, std::shared_ptr<BlockSpace> backing,
+             std::uint64_t min_bytes, std::uint64_t keep_last_bytes, std::optional<std::uint64_t> keep_last_groups,
+             std::uint64_t prefetch_bytes, std::optional<std::uint64_t> prefetch_groups, std::uint64_t in_flight_bytes,
+             std::uint64_t max_tier_bytes, std::uint64_t max_backing_bytes, std::uint64_t pack_below_bytes) {
             EngineConfig config;
             config.min_bytes = min_bytes;
             config.keep_last_bytes = keep_last_bytes;
+            config.keep_last_groups = keep_last_groups;
             config.prefetch_bytes = prefetch_bytes;
+            config.prefetch_groups = prefetch_groups;
             config.in_flight_bytes = in_flight_bytes;
             config.max_tier_bytes = max_tier_bytes;
-            new (self) Engine(config, std::move(space));
+            config.max_backing_bytes = max_backing_bytes;
+            config.pack_below_bytes = pack_below_bytes;
+            new (self) Engine(config, std::move(space), std::move(backing));
           },
-          nb::arg("space"), nb::kw_only(), nb::arg("min_bytes"), nb::arg("keep_last_bytes"), nb::arg("prefetch_bytes"),
-          nb::arg("in_flight_bytes"), nb::arg("max_tier_bytes"))
+          nb::arg("space"), nb::arg("backing").none(), nb::kw_only(), nb::arg("min_bytes"), nb::arg("keep_last_bytes"),
+          nb::arg("keep_last_groups").none(), nb::arg("prefetch_bytes"), nb::arg("prefetch_groups").none(),
+          nb::arg("in_flight_bytes"), nb::arg("max_tier_bytes"), nb::arg("max_backing_bytes"),
+          nb::arg("pack_below_bytes"))
       .def("begin_epoch", [](Engine& engine) { return value(engine.begin_epoch()); })
       .def(
           "end_epoch", [](Engine& engine, std::uint64_t epoch) { return engine.end_epoch(EpochId{epoch}); },
           nb::arg("epoch"))
+      .def(
+          "begin_group",
+          [](Engine& engine, std::uint64_t epoch, std::size_t label) {
+            return engine.begin_group(EpochId{epoch}, label);
+          },
+          nb::arg("epoch"), nb::arg("label"))
+      .def("end_group", &Engine::end_group)
+      .def("gather", &Engine::gather)
+      .def("grown", &Engine::grown, nb::arg("ok"))
       .def(
           "recover",
           [](Engine& engine, const std::vector<std::uint64_t>& running) {
@@ -156,38 +182,52 @@ void bind_engine(nb::module_& m) {
       .def(
           "knows", [](const Engine& engine, std::uint64_t storage) { return engine.knows(StorageId{storage}); },
           nb::arg("storage"))
+      .def(
+          "running", [](const Engine& engine, std::uint64_t copy) { return engine.running(CopyId{copy}); },
+          nb::arg("copy"))
       .def("kept", &Engine::kept, nb::arg("reason"), nb::arg("nbytes"))
       .def(
           "probed",
-          [](Engine& engine, std::uint64_t storage, std::uint64_t holders, bool same, bool intact, bool spoiled) {
-            return engine.probed(StorageId{storage}, {holders, same, intact, spoiled});
+          [](Engine& engine, std::uint64_t storage, std::uint64_t holders, bool counted, bool same, bool intact,
+             bool spoiled) {
+            return engine.probed(StorageId{storage}, {holders, counted, same, intact, spoiled});
           },
-          nb::arg("storage"), nb::arg("holders"), nb::arg("same"), nb::arg("intact"), nb::arg("spoiled"))
+          nb::arg("storage"), nb::arg("holders"), nb::arg("counted"), nb::arg("same"), nb::arg("intact"), nb::arg("spoiled"))
       .def(
           "completed",
-          [](Engine& engine, std::uint64_t copy, bool ok, std::uint64_t holders, bool same, bool intact, bool spoiled) {
-            return engine.completed(CopyId{copy}, ok, {holders, same, intact, spoiled});
+          [](Engine& engine, std::uint64_t copy, bool ok, const std::vector<Answer>& answers) {
+            std::vector<ProbeAnswer> all;
+            for (const auto& [holders, counted, same, intact, spoiled] : answers) {
+              all.push_back({holders, counted, same, intact, spoiled});
+            }
+            return engine.completed(CopyId{copy}, ok, all);
           },
-          nb::arg("copy"), nb::arg("ok"), nb::arg("holders"), nb::arg("same"), nb::arg("intact"), nb::arg("spoiled"))
+          nb::arg("copy"), nb::arg("ok"), nb::arg("answers"))
       .def(
           "allocated",
-          [](Engine& engine, std::uint64_t storage, std::int64_t device, std::uint64_t identity, std::uint64_t address,
-             std::uint64_t nbytes, std::uint64_t stream) {
-            return engine.allocated(StorageId{storage}, {DeviceId{device}, identity, address, nbytes},
+          [](Engine& engine, std::uint64_t storage, std::uint64_t load, std::int64_t device, std::uint64_t identity,
+             std::uint64_t address, std::uint64_t nbytes, std::uint64_t stream) {
+            return engine.allocated(StorageId{storage}, CopyId{load}, {DeviceId{device}, identity, address, nbytes},
                                     StreamRef{stream});
           },
-          nb::arg("storage"), nb::arg("device"), nb::arg("identity"), nb::arg("address"), nb::arg("nbytes"),
+          nb::arg("storage"), nb::arg("load"), nb::arg("device"), nb::arg("identity"), nb::arg("address"), nb::arg("nbytes"),
           nb::arg("stream"))
       .def(
           "allocation_failed",
-          [](Engine& engine, std::uint64_t storage) { return engine.allocation_failed(StorageId{storage}); },
-          nb::arg("storage"))
+          [](Engine& engine, std::uint64_t storage, std::uint64_t load) {
+            return engine.allocation_failed(StorageId{storage}, CopyId{load});
+          },
+          nb::arg("storage"), nb::arg("load"))
       .def(
           "restore",
-          [](Engine& engine, std::uint64_t ticket, std::uint64_t pass_id, bool live, bool shared) {
-            return engine.restore(TicketId{ticket}, PassId{pass_id}, live, shared);
+          [](Engine& engine, std::uint64_t ticket, std::uint64_t pass_id, bool live, bool shared,
+             std::uint64_t stream) {
+            return engine.restore(TicketId{ticket}, PassId{pass_id}, live, shared, StreamRef{stream});
           },
-          nb::arg("ticket"), nb::arg("pass_id"), nb::arg("live"), nb::arg("shared"))
+          nb::arg("ticket"), nb::arg("pass_id"), nb::arg("live"), nb::arg("shared"), nb::arg("stream"))
+      .def(
+          "blocker", [](const Engine& engine, std::uint64_t load) { return value(engine.blocker(CopyId{load})); },
+          nb::arg("load"))
       .def(
           "wait_allocated",
           [](Engine& engine, std::uint64_t storage, unsigned limit_ms) {
@@ -198,6 +238,7 @@ void bind_engine(nb::module_& m) {
           "end_pass", [](Engine& engine, std::uint64_t pass_id) { return engine.end_pass(PassId{pass_id}); },
           nb::arg("pass_id"))
       .def("stats", &Engine::stats)
+      .def("group_stats", &Engine::group_stats)
       .def("reset_stats", &Engine::reset_stats);
   nb::class_<TicketHold>(m, "TicketHold");
   nb::class_<Tickets>(m, "Tickets")
@@ -210,10 +251,10 @@ void bind_engine(nb::module_& m) {
           nb::arg("engine"), nb::arg("on_drop"), nb::sig("def __init__(self, engine: Engine, on_drop: object) -> None"))
       .def("save", &Tickets::save, nb::arg("device"), nb::arg("identity"), nb::arg("address"), nb::arg("nbytes"),
            nb::arg("storage_offset"), nb::arg("itemsize"), nb::arg("kind"), nb::arg("sizes"), nb::arg("strides"),
-           nb::arg("version"), nb::arg("epoch"), nb::arg("stream"), nb::arg("forced"), nb::arg("spoiled"),
+           nb::arg("version"), nb::arg("epoch"), nb::arg("label"), nb::arg("stream"), nb::arg("forced"), nb::arg("spoiled"),
            nb::sig("def save(self, device: int, identity: int, address: int, nbytes: int, storage_offset: int, "
                    "itemsize: int, kind: int, sizes: tuple[int, ...], strides: tuple[int, ...], version: int, "
-                   "epoch: int, stream: int, forced: bool, spoiled: bool) -> tuple[SaveVerdict, TicketHold | None]"))
+                   "epoch: int, label: int, stream: int, forced: bool, spoiled: bool) -> tuple[SaveVerdict, TicketHold | None]"))
       .def("pop_dropped", &Tickets::pop_dropped, nb::sig("def pop_dropped(self) -> Command | None"));
 }
 

@@ -14,21 +14,23 @@ namespace ebbtide::bindings {
 
 namespace {
 
-// A client's queue together with the framework's storages that its copies read and write. They stay alive until the
+// A client's queue together with the storages that its copies read and write (`kept`). They stay alive until the
 // completion was taken, whatever exception cuts Python code short.
 struct Copies {
   struct Running {
-    nb::object storage;
-    std::uint64_t storage_id;
-    bool to_device;
+    nb::object kept;
+    std::vector<std::uint64_t> storages;
+    int hop;
   };
 
   std::shared_ptr<CompletionQueue> queue = std::make_shared<CompletionQueue>();
   std::unordered_map<std::uint64_t, Running> running;
 
-  void submit(HostExecutor& executor, const Command& command, std::shared_ptr<SpillFile> file, nb::object storage) {
+  void submit(HostExecutor& executor, const Command& command, std::shared_ptr<SpillFile> file, nb::object kept) {
     const std::uint64_t copy = value(command.copy);
-    running.insert_or_assign(copy, Running{std::move(storage), value(command.storage), command.to_device});
+    std::vector<std::uint64_t> storages;
+    for (const StorageId id : command.storages) storages.push_back(value(id));
+    running.insert_or_assign(copy, Running{std::move(kept), std::move(storages), static_cast<int>(command.hop)});
     try {
       const nb::gil_scoped_release release;
       executor.submit(command.copy, command.plan, std::move(file), queue);
@@ -38,14 +40,14 @@ struct Copies {
     }
   }
 
-  // (copy, storage id, whether to the device, error)
+  // (copy, hop, storage ids, error)
   nb::object pop() {
     const std::optional<Completion> completion = queue->pop();
     if (!completion) return nb::none();
     const auto found = running.find(value(completion->copy));
     const Running done = std::move(found->second);
     running.erase(found);
-    return nb::make_tuple(value(completion->copy), done.storage_id, done.to_device, to_python(completion->error));
+    return nb::make_tuple(value(completion->copy), done.hop, done.storages, to_python(completion->error));
   }
 };
 
@@ -64,9 +66,9 @@ void bind_host_executor(nb::module_& m) {
       .def(
           "running", [](const Copies& copies, std::uint64_t copy) { return copies.running.contains(copy); },
           nb::arg("copy"))
-      .def("pop", &Copies::pop, nb::sig("def pop(self) -> tuple[int, int, bool, BaseException | None] | None"))
+      .def("pop", &Copies::pop, nb::sig("def pop(self) -> tuple[int, int, list[int], BaseException | None] | None"))
       .def("submit", &Copies::submit, nb::arg("executor"), nb::arg("command"), nb::arg("file").none(),
-           nb::arg("storage"));
+           nb::arg("kept").none());
   nb::class_<HostExecutor>(m, "HostExecutor")
       .def(
           "__init__",

@@ -35,7 +35,16 @@ void bind_stats(nb::module_& m) {
       .def_ro("entries", &Stats::entries)
       .def_ro("device_bytes", &Stats::device_bytes)
       .def_ro("tier_bytes", &Stats::tier_bytes)
-      .def_ro("peak_tier_bytes", &Stats::peak_tier_bytes);
+      .def_ro("peak_tier_bytes", &Stats::peak_tier_bytes)
+      .def_ro("backing_bytes", &Stats::backing_bytes)
+      .def_ro("peak_backing_bytes", &Stats::peak_backing_bytes);
+  nb::class_<GroupStats>(m, "GroupStats")
+      .def_ro("runs", &GroupStats::runs)
+      .def_ro("storages", &GroupStats::storages)
+      .def_ro("unique_bytes", &GroupStats::unique_bytes)
+      .def_ro("d2h_bytes", &GroupStats::d2h_bytes)
+      .def_ro("h2d_bytes", &GroupStats::h2d_bytes)
+      .def_ro("prefetch_misses", &GroupStats::prefetch_misses);
 }
 
 }  // namespace ebbtide::bindings

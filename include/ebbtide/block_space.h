@@ -28,6 +28,12 @@ class BlockSpace {
   // A block of exactly `nbytes` (> 0), or nothing when that would take the whole space above `limit` bytes of
   // reserved memory. Thread safe; never blocks on I/O; throws only std::bad_alloc for its own bookkeeping.
   [[nodiscard]] virtual std::optional<Block> allocate(std::uint64_t nbytes, std::uint64_t limit) = 0;
+  // Bytes of memory that its owner would have to add for `allocate` of `nbytes` to succeed within `limit`; 0 for a
+  // space that grows by itself, or when no growth would help.
+  [[nodiscard]] virtual std::uint64_t growth(std::uint64_t nbytes, std::uint64_t limit) const {
+    static_cast<void>(nbytes), static_cast<void>(limit);
+    return 0;
+  }
   // Takes back a block that `allocate` gave. The caller has made sure that no copy still uses it. Thread safe.
   virtual void free(const Block& block) = 0;
   // Bytes in blocks now handed out, and bytes taken from the system.

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <limits>
+#include <optional>
 
 namespace ebbtide {
 
@@ -12,12 +13,23 @@ struct EngineConfig {
   std::uint64_t min_bytes = 0;
   // The last so many bytes saved on a device are not copied yet.
   std::uint64_t keep_last_bytes = 0;
-  // Bound on bytes that are loading, or loaded and not asked for, because of a guess.
+  // Once groups were begun, in place of that: the last so many groups are not copied yet. 0: a group is copied when it
+  // has ended.
+  std::optional<std::uint64_t> keep_last_groups = {};
+  // Bound on bytes that are loading, or loaded and not asked for, because of a guess. A larger storage is loaded alone.
   std::uint64_t prefetch_bytes = 0;
-  // Bound on bytes of storages held only because their copy is running. 0 waits for each copy.
+  // For storages of a group, in place of that: the rest of the group asked for, so many groups before it, and more
+  // while no more is held than was at the peak.
+  std::optional<std::uint64_t> prefetch_groups = {};
+  // Bound on bytes of storages held only because their copy is running: beyond it the oldest copy is waited for. 0 with
+  // streams: nothing is held and nothing waited for, memory goes back in stream order, and its reuse waits instead.
   std::uint64_t in_flight_bytes = 0;
-  // Bound on what the tier may reserve.
+  // Bounds on what the tier and the file behind it may reserve.
   std::uint64_t max_tier_bytes = std::numeric_limits<std::uint64_t>::max();
+  std::uint64_t max_backing_bytes = std::numeric_limits<std::uint64_t>::max();
+  // Storages with less to copy cross in packs of at most pack_bytes. 0: none do.
+  std::uint64_t pack_below_bytes = 0;
+  std::uint64_t pack_bytes = std::uint64_t{8} << 20;
   // Storages held by others that are looked at again at each save.
   std::uint32_t probes_per_save = 2;
 };

@@ -62,10 +62,11 @@ class HostExecutor {
   // Runs what is queued, then joins the threads.
   ~HostExecutor();
 
-  // Queues the copy, or makes it at once when it is small or no thread can be started. `file` is needed when a place of
-  // the plan is in a file; it is kept alive until the copy is done and let go just before the completion can be seen.
-  // While the queue is full, blocks the calling thread (which must hold no lock). Throws Error(kUsage) after shutdown,
-  // and for a copy that is still queued or running.
+  // Queues the copy, or makes it at once when it is small or no thread can be started. Where the system has no memory
+  // for the plan's staging, host memory is copied without, and a copy by way of a file fails. `file` is needed when a
+  // place of the plan is in a file; it is kept alive until the copy is done and let go just before the completion can
+  // be seen. While the queue is full, blocks the calling thread (which must hold no lock). Throws Error(kUsage) after
+  // shutdown, and for a copy that is still queued or running.
   void submit(CopyId copy, Plan plan, std::shared_ptr<SpillFile> file, std::shared_ptr<CompletionQueue> queue);
 
   // Blocks until the client's copy is done: a copy still queued is run on the calling thread, one that a worker has is
@@ -91,11 +92,14 @@ class HostExecutor {
     std::shared_ptr<CompletionQueue> queue;
   };
 
+  class Staging;
+
   // Whether there is a worker; the caller holds the lock.
   [[nodiscard]] bool start_threads();
   void work();
   [[nodiscard]] std::deque<Job>::iterator find_queued(const Key& key);
   // Takes the job out of the queue and runs it; `lock` is released while bytes move.
+  void run(std::deque<Job>::iterator queued, std::unique_lock<std::mutex>& lock, Staging& staging);
   void run(std::deque<Job>::iterator queued, std::unique_lock<std::mutex>& lock);
 
   const Options options_;

@@ -39,6 +39,8 @@ class HostPool final : public BlockSpace {
   static constexpr std::uint64_t kDefaultSlabBytes = std::uint64_t{64} << 20;
 
   explicit HostPool(std::unique_ptr<SlabSource> source, std::uint64_t slab_bytes = kDefaultSlabBytes);
+  // A pool of slabs that its owner adds, since only the owner can make them (a framework's page-locked memory).
+  explicit HostPool(std::uint64_t slab_bytes = kDefaultSlabBytes);
   ~HostPool() override;
 
   [[nodiscard]] Tier tier() const override { return Tier::kHost; }
@@ -46,20 +48,32 @@ class HostPool final : public BlockSpace {
   // and a slab of just the block's size (at least a 64th of the slab size, where that fits) is tried; a source that
   // refuses counts as full. Blocks start at multiples of 64 bytes and are padded to that.
   [[nodiscard]] std::optional<Block> allocate(std::uint64_t nbytes, std::uint64_t limit) override;
+  // Powers of two from the slab size on, which allocators of page-locked memory would round up to; less where a whole
+  // slab does not fit under the cap, down to the padded `nbytes`. Slabs without blocks count as given back already
+  // (see take_empty_slabs). 0 for a pool with a source.
+  [[nodiscard]] std::uint64_t growth(std::uint64_t nbytes, std::uint64_t limit) const override;
   void free(const Block& block) override;
   [[nodiscard]] std::uint64_t used_bytes() const override;
   [[nodiscard]] std::uint64_t reserved_bytes() const override;
 
-  // Gives slabs without blocks back to the source; returns the bytes given back.
+  // Takes over a slab of the owner's; address and `nbytes` are multiples of 64. It stays the owner's to free after
+  // take_empty_slabs named it. Throws Error(kUsage) for a pool with a source, and for a slab that is there already.
+  void add_slab(void* address, std::uint64_t nbytes);
+  // Forgets slabs without blocks, oldest first, until at most `limit` bytes are reserved; returns their addresses. None
+  // for a pool with a source.
+  [[nodiscard]] std::vector<std::uint64_t> take_empty_slabs(std::uint64_t limit);
+  // Gives slabs without blocks back to the source; returns the bytes given back. 0 for a pool without a source.
   std::uint64_t trim();
   // Calls of SlabSource::allocate that succeeded since the pool was made.
   [[nodiscard]] std::uint64_t slab_allocations() const;
 
  private:
   struct Release {
-    SlabSource* source;
+    SlabSource* source;  // null for a slab that is its owner's to free
     std::uint64_t nbytes;
-    void operator()(void* address) const { source->release(address, nbytes); }
+    void operator()(void* address) const {
+      if (source != nullptr) source->release(address, nbytes);
+    }
   };
   struct Slab {
     std::unique_ptr<void, Release> memory;
@@ -68,11 +82,12 @@ class HostPool final : public BlockSpace {
 
   [[nodiscard]] std::optional<Block> carve(std::uint64_t nbytes);
   [[nodiscard]] bool make_room(std::uint64_t nbytes, std::uint64_t limit);
-  [[nodiscard]] bool add_slab(std::uint64_t nbytes, std::uint64_t limit);
+  [[nodiscard]] bool reserve_slab(std::uint64_t nbytes, std::uint64_t limit);
+  void keep_slab(std::unique_ptr<void, Release> memory, std::uint64_t nbytes);
   [[nodiscard]] std::uint64_t empty_bytes() const;
   std::uint64_t trim_locked();
 
-  const std::unique_ptr<SlabSource> source_;
+  const std::unique_ptr<SlabSource> source_;  // null for a pool whose owner adds the slabs
   const std::uint64_t slab_bytes_;
   mutable std::mutex mutex_;
   std::unordered_map<std::uint64_t, Slab> slabs_;  // by address

@@ -19,6 +19,15 @@ struct BeginEpoch {};
 struct EndEpoch {
   EpochId epoch;
 };
+struct BeginGroup {
+  EpochId epoch;
+  std::size_t label;
+};
+struct EndGroup {};
+struct Gather {};
+struct Grown {
+  bool ok;
+};
 struct Kept {
   KeepReason reason;
   std::uint64_t nbytes;
@@ -33,21 +42,24 @@ struct Probed {
 struct Completed {
   CopyId copy;
   bool ok;
-  ProbeAnswer answer;
+  std::vector<ProbeAnswer> answers;
 };
 struct Allocated {
   StorageId storage;
+  CopyId load;
   StorageRef restored;
   StreamRef stream;
 };
 struct AllocationFailed {
   StorageId storage;
+  CopyId load;
 };
 struct Restore {
   TicketId ticket;
   PassId pass;
   bool live;
   bool shared;
+  StreamRef stream;
 };
 struct EndPass {
   PassId pass;
@@ -55,8 +67,9 @@ struct EndPass {
 
 }  // namespace calls
 
-using Call = std::variant<calls::BeginEpoch, calls::EndEpoch, calls::Kept, SaveRequest, calls::Drop, calls::Probed,
-                          calls::Completed, calls::Allocated, calls::AllocationFailed, calls::Restore, calls::EndPass>;
+using Call = std::variant<calls::BeginEpoch, calls::EndEpoch, calls::BeginGroup, calls::EndGroup, calls::Gather,
+                          calls::Grown, calls::Kept, SaveRequest, calls::Drop, calls::Probed, calls::Completed,
+                          calls::Allocated, calls::AllocationFailed, calls::Restore, calls::EndPass>;
 
 struct JournalEntry {
   Call call;

@@ -7,9 +7,8 @@
 #include <unordered_map>
 #include <vector>
 
-#include "ebbtide/block_space.h"
 #include "ebbtide/byte_ranges.h"
-#include "ebbtide/plan.h"
+#include "ebbtide/parcel.h"
 #include "ebbtide/storage_ref.h"
 #include "ebbtide/types.h"
 #include "ebbtide/view_meta.h"
@@ -18,15 +17,23 @@ namespace ebbtide {
 
 // Why the session holds a reference to the saved storage.
 enum class Lease : std::uint8_t {
-  kNone,      // it does not: every wanted byte has a copy
-  kWindow,    // saved just now
-  kDue,       // left the window, waits for the next probe
-  kProbing,   // a probe was sent
-  kInFlight,  // a copy is running
-  kPinned,    // stays on the device for as long as a ticket lives
+  kNone,       // it does not: every wanted byte has a copy
+  kWindow,     // saved just now
+  kDue,        // left the window, waits for the next probe
+  kProbing,    // a probe was sent
+  kGathering,  // nobody else holds it, waits for company to cross with
+  kRoom,       // waits for room in the space
+  kInFlight,   // a copy is running
+  kPinned,     // stays on the device for as long as a ticket lives
 };
 
-enum class Restored : std::uint8_t { kNone, kAllocating, kLoading, kReady };
+enum class Restored : std::uint8_t {
+  kNone,
+  kAllocating,
+  kFetching,  // allocated; other storages of its load, or its bytes, are not where they are needed yet
+  kLoading,   // its copy was started
+  kReady,
+};
 
 struct SavedView {
   ViewMeta meta;
@@ -44,6 +51,11 @@ struct Entry {
   StorageRef source;
   std::uint64_t version = 0;
   EpochId epoch{};
+  GroupId group{};  // the last one begun when it was saved last
+  std::uint64_t group_in_epoch = 0;
+  std::uint64_t need = 0;          // place in the order in which backward is expected to need it, backwards
+  std::size_t label = 0;           // of the group it was saved in first, for the statistics
+  StreamRef stream{};              // the first one it was saved on: whose pool its memory comes from
   std::vector<SavedEvent> events;  // what the next copy comes after, one a stream
   bool closed = false;             // takes no new views
   bool dying = false;              // no ticket left, a copy or an allocation still runs
@@ -53,31 +65,34 @@ struct Entry {
   std::uint64_t live_tickets = 0;
 
   Lease lease = Lease::kNone;
-  bool found_held = false;         // the last probe found other holders
-  ByteRanges valid;                // bytes with a finished copy
-  std::vector<CopiedSpan> copied;  // where they are
-  std::vector<Block> blocks;
-  CopyId offload{};    // the running copy
-  ByteRanges copying;  // bytes of the running copy
-  Block copying_block;
+  bool found_held = false;           // the last probe found other holders
+  ByteRanges valid;                  // bytes with a copy, finished or ahead of any load in device order
+  std::vector<StoredRange> stored;   // where they are
+  CopyId offload{};                  // the running copy
+  std::vector<StoredRange> copying;  // where the running copy takes its bytes
+  bool asked = false;                // a probe was sent, to let go of the lease before the copy is seen done
+  bool abandoned = false;            // somebody was given the saved storage meanwhile and may write to it
 
   Restored restored = Restored::kNone;
   StorageRef restored_ref;
-  ByteRanges restored_valid;      // bytes that it has, or will have after the load
-  CopyId load{};                  // the copy that fills or filled restored_ref
-  EpochId restored_epoch{};       // the last one begun when it was allocated
-  bool restored_held = false;     // the session keeps restored_ref alive
-  bool unwanted = false;          // memory is short: let go of it as soon as it is loaded
-  std::uint64_t guess_bytes = 0;  // > 0: loaded on a guess, nobody has asked yet
+  StreamRef restored_stream{};     // that it was allocated on
+  std::vector<StreamRef> ordered;  // streams on which work was told to come after the load
+  StreamRef asked_on{};            // a stream to tell so when the copy is started
+  ByteRanges restored_valid;       // bytes that it has, or will have after the load
+  CopyId load{};                   // the copy that fills or filled restored_ref
+  EpochId restored_epoch{};        // the last one begun when it was allocated
+  bool restored_held = false;      // the session keeps restored_ref alive
+  bool unwanted = false;           // memory is short: let go of it as soon as it is loaded
+  std::uint64_t guess_bytes = 0;   // > 0: loaded on a guess, nobody has asked yet
 
   PassId pass{};               // the pass that `unserved` counts for
   std::uint64_t unserved = 0;  // live tickets not served in it
 
   [[nodiscard]] bool leased() const { return lease != Lease::kNone; }
-  [[nodiscard]] bool loading() const { return restored == Restored::kAllocating || restored == Restored::kLoading; }
+  [[nodiscard]] bool loading() const { return restored != Restored::kNone && restored != Restored::kReady; }
   [[nodiscard]] ByteRanges missing() const;
-  // The copies that a load into the restored storage reads.
-  [[nodiscard]] std::vector<CopiedSpan> to_load() const;
+  // What a load into the restored storage reads.
+  [[nodiscard]] std::vector<StoredRange> to_load() const;
 };
 
 struct TicketRecord {
@@ -108,8 +123,10 @@ class Registry {
   [[nodiscard]] TicketRecord* ticket(TicketId ticket);
   void revoke(TicketId ticket);
 
-  // Visits entries saved before `storage`, newest first, until `visit` returns false.
-  void walk_back(StorageId storage, const std::function<bool(Entry&)>& visit);
+  // Saved once more: backward is expected to need it before all that was saved earlier.
+  void renew(Entry& entry, GroupId group);
+  // Visits entries with a smaller `need`, largest first, until `visit` returns false.
+  void walk_back(std::uint64_t need, const std::function<bool(Entry&)>& visit);
   void for_each(const std::function<void(Entry&)>& visit);
   [[nodiscard]] std::size_t entries() const { return entries_.size(); }
   [[nodiscard]] std::size_t tickets() const { return tickets_.size(); }
@@ -126,12 +143,14 @@ class Registry {
     }
   };
 
-  std::map<StorageId, Entry> entries_;  // in the order of saving, since ids only grow
+  std::map<StorageId, Entry> entries_;
+  std::map<std::uint64_t, Entry*> by_need_;
   std::unordered_map<Key, StorageId, KeyHash> saved_;
   std::unordered_map<std::uint64_t, StorageId> restored_;
   std::unordered_map<std::uint64_t, TicketRecord> tickets_;
   std::uint64_t last_storage_ = 0;
   std::uint64_t last_ticket_ = 0;
+  std::uint64_t last_need_ = 0;
 };
 
 }  // namespace ebbtide

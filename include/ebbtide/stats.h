@@ -48,10 +48,22 @@ struct Stats {
   std::uint64_t device_bytes = 0;
   std::uint64_t tier_bytes = 0;
   std::uint64_t peak_tier_bytes = 0;
+  std::uint64_t backing_bytes = 0;
+  std::uint64_t peak_backing_bytes = 0;
 
   void keep(KeepReason reason) { ++kept[static_cast<std::size_t>(reason)]; }
   // Totals to zero; what is held now stays, and is the new peak.
   void reset();
+};
+
+// What of the totals belongs to the groups of one label. A storage counts for the first group it was saved in.
+struct GroupStats {
+  std::uint64_t runs = 0;
+  std::uint64_t storages = 0;
+  std::uint64_t unique_bytes = 0;
+  std::uint64_t d2h_bytes = 0;
+  std::uint64_t h2d_bytes = 0;
+  std::uint64_t prefetch_misses = 0;
 };
 
 }  // namespace ebbtide

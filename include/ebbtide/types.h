@@ -15,6 +15,8 @@ enum class EventId : std::uint64_t {};
 // One entry of the context, and one backward over what it saved.
 enum class EpochId : std::uint64_t {};
 enum class PassId : std::uint64_t {};
+// One run through a group of storages that are scheduled together, usually a layer; in the order of their beginning.
+enum class GroupId : std::uint64_t {};
 
 // Opaque numbers of the framework. 0 means "none": memory whose work is synchronous has no stream.
 enum class DeviceId : std::int64_t {};
@@ -35,10 +37,11 @@ struct ByteRange {
   friend constexpr auto operator<=>(const ByteRange&, const ByteRange&) = default;
 };
 
-enum class Tier : std::uint8_t { kDevice, kHost, kFile };
+enum class Tier : std::uint8_t { kDevice, kHost, kFile, kStaging };
 
 // Where bytes are: a device storage, a host block or a file extent, and a byte offset in it. `base` is the address of
-// the storage or of the host slab; for a file it is 0 and `byte_offset` is the position in the file.
+// the storage or of the host slab; for a file it is 0 and `byte_offset` is the position in the file. Staging is memory
+// beside the storages that only one copy uses: `base` is 0, and the executor provides it.
 struct Place {
   Tier tier = Tier::kDevice;
   std::uint64_t base = 0;

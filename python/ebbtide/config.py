@@ -27,6 +27,13 @@ _GIB = 1 << 30
 
 MIN_BYTES_HOST = 256 * _KIB
 MIN_BYTES_DISK = 64 * _KIB
+MIN_BYTES_PACKED = 64 * _KIB
+PACK_BELOW_BYTES = 400_000  # one copy call costs about as much as moving this over PCIe 5
+
+# Groups that stay on an accelerator, and that are loaded ahead, where nothing is said in bytes. For CPU tensors a group is
+# too much of the memory that is to be relieved.
+KEEP_LAST_GROUPS = 1
+PREFETCH_GROUPS = 1
 
 # With CPU tensors these amounts stand in the very memory that offload is to relieve: smaller ones.
 ACCELERATOR_KEEP_LAST_BYTES = 128 * _MIB
@@ -61,21 +68,32 @@ class OffloadConfig:
     to: str | os.PathLike[str] | None = None
     """``"host"`` (``"cpu"``), ``"disk"`` (``"nvme"``), or a directory on a disk.
 
+    From an accelerator the way to disk leads through pinned host memory: what finds room under
+    ``max_host_bytes`` stays there, the rest goes on to the file. CPU tensors go to disk directly.
+
     Default: host on accelerators, disk for CPU tensors."""
     device: str | None = None
     """Whose tensors are offloaded, such as ``"cuda"``. Default: the accelerator, else ``"cpu"``."""
     min_bytes: Size | None = None
-    """Smaller storages stay. Default: 256 KiB, to disk 64 KiB."""
+    """Smaller storages stay. Default: 256 KiB, to disk or with ``group_swap`` 64 KiB."""
     keep_last_bytes: Size | None = None
-    """The last so many bytes of forward are never copied. Default: 128 MiB, CPU tensors 32 MiB."""
-    keep_last_groups: int | None = None
-    """Not available in this release."""
-    prefetch_bytes: Size | None = None
-    """Bound on bytes loading, or loaded and not yet asked for.
+    """The last so many bytes of forward are never copied, whatever the groups.
 
-    Default: 256 MiB, CPU tensors 64 MiB."""
+    Default: ``keep_last_groups``; until a group has begun 128 MiB, CPU tensors 32 MiB."""
+    keep_last_groups: int | None = None
+    """The last so many groups of forward are never copied; not together with ``keep_last_bytes``.
+
+    0: a group is copied when it has ended. Default: 1 on accelerators, unless ``keep_last_bytes``
+    is given."""
+    prefetch_bytes: Size | None = None
+    """Bound on bytes loading, or loaded and not yet asked for, whatever the groups.
+
+    Default: ``prefetch_groups``; outside groups 256 MiB, CPU tensors 64 MiB."""
     prefetch_groups: int | None = None
-    """Not available in this release."""
+    """With a group, so many groups before it are loaded; not together with ``prefetch_bytes``.
+
+    0: only the rest of the group that is asked for. Default: 1 on accelerators, unless
+    ``prefetch_bytes`` is given."""
     in_flight_bytes: Size | None = None
     """Bound on bytes of storages held only because their copy is running.
 
@@ -83,9 +101,10 @@ class OffloadConfig:
     max_host_bytes: Size | None = None
     """Hard cap on host memory of this process.
 
+    Beyond it storages stay on the device; from an accelerator to disk, they go on to the file.
     Default: half of what is free, shared by the local ranks."""
     group_swap: bool = False
-    """Not available in this release."""
+    """Small storages of a group cross in packs: the same bytes in fewer copies."""
     policy: Callable[[Any], object] | None = None
     """``policy(tensor)`` answers a ``CheckpointPolicy``: MUST_SWAP or MUST_SAVE."""
     only: str = "saved"
@@ -159,27 +178,43 @@ class OffloadConfig:
                 share = total_device_bytes // ACCELERATOR_IN_FLIGHT_DIVISOR
                 in_flight_bytes = min(in_flight_bytes, share)
 
+        min_bytes = MIN_BYTES_HOST
+        if directory is not None:
+            min_bytes = MIN_BYTES_DISK
+        elif self.group_swap:
+            min_bytes = MIN_BYTES_PACKED
+
         def nbytes(field: str, default: int) -> int:
             value = getattr(self, field)
             return default if value is None else int(value)
+
+        def groups(what: str, default: int) -> int | None:
+            if getattr(self, f"{what}_bytes") is not None:
+                return None
+            value: int | None = getattr(self, f"{what}_groups")
+            return value if value is not None or not accelerator else default
 
         return Resolved(
             device_type=device_type,
             tier="host" if directory is None else "disk",
             directory=directory,
-            min_bytes=nbytes("min_bytes", MIN_BYTES_HOST if directory is None else MIN_BYTES_DISK),
+            min_bytes=nbytes("min_bytes", min_bytes),
             keep_last_bytes=nbytes(
                 "keep_last_bytes",
                 ACCELERATOR_KEEP_LAST_BYTES if accelerator else CPU_KEEP_LAST_BYTES,
             ),
+            keep_last_groups=groups("keep_last", KEEP_LAST_GROUPS),
             prefetch_bytes=nbytes(
                 "prefetch_bytes", ACCELERATOR_PREFETCH_BYTES if accelerator else CPU_PREFETCH_BYTES
             ),
+            prefetch_groups=groups("prefetch", PREFETCH_GROUPS),
             in_flight_bytes=nbytes("in_flight_bytes", in_flight_bytes),
             max_host_bytes=default_max_host_bytes()
             if self.max_host_bytes is None
             else nbytes("max_host_bytes", 0),
             max_disk_bytes=None if self.max_disk_bytes is None else nbytes("max_disk_bytes", 0),
+            group_swap=self.group_swap,
+            pack_below_bytes=PACK_BELOW_BYTES if self.group_swap else 0,
             allow_tmpfs=self.allow_tmpfs,
             on_inplace=self.on_inplace,
             only=self.only,
@@ -193,16 +228,25 @@ class Resolved:
 
     device_type: str
     tier: str
-    """``"host"`` or ``"disk"``."""
+    """``"host"`` or ``"disk"``; from an accelerator, the disk stands behind host memory."""
     directory: Path | None
     """Where the disk tier is; None with tier ``"host"``."""
     min_bytes: int
     keep_last_bytes: int
+    """With ``keep_last_groups``: only until a group has begun."""
+    keep_last_groups: int | None
+    """None: bytes alone decide."""
     prefetch_bytes: int
+    """With ``prefetch_groups``: only outside groups."""
+    prefetch_groups: int | None
+    """None: bytes alone decide."""
     in_flight_bytes: int
     max_host_bytes: int
     max_disk_bytes: int | None
     """None: no cap."""
+    group_swap: bool
+    pack_below_bytes: int
+    """Storages with less to copy cross in packs; 0: none do."""
     allow_tmpfs: bool
     on_inplace: str
     only: str
@@ -319,13 +363,7 @@ _CHECKS: Mapping[str, Callable[[object, str], object]] = {
 # Two ways to say one thing.
 _EXCLUSIVE = (("keep_last_bytes", "keep_last_groups"), ("prefetch_bytes", "prefetch_groups"))
 
-_NOT_AVAILABLE = (
-    "keep_last_groups",
-    "prefetch_groups",
-    "group_swap",
-    "max_device_memory",
-    "max_slowdown",
-)
+_NOT_AVAILABLE = ("max_device_memory", "max_slowdown")
 
 
 def _checked(given: Mapping[str, object], places: Mapping[str, str]) -> dict[str, Any]:

@@ -16,6 +16,8 @@ Tensor = Any
 Storage = Any
 Weak = Any
 Witness = Any
+Event = Any
+Bytes = Any  # memory as a flat tensor of bytes
 
 
 class StorageRef(NamedTuple):
@@ -51,10 +53,61 @@ class Weights(Protocol):
         """Whether a weight lives in this storage."""
 
 
+class Streams(Protocol):
+    """Streams, events and copies of a device whose work is asynchronous.
+
+    A stream is a number from 1, the same one for as long as the process lives. Nothing here blocks but ``synchronize``.
+    Failures of the device raise the framework's own exceptions.
+    """
+
+    def current(self, device: int) -> int:
+        """The stream that this thread issues work on."""
+
+    def copy_stream(self, device: int, to_device: bool) -> int:
+        """The stream for copies in this direction; one for the whole process."""
+
+    def on(self, stream: int) -> AbstractContextManager[Any]:
+        """Issues this thread's work on the stream."""
+
+    def record(self, stream: int) -> Event:
+        """An event that is done when all that is queued on the stream by now is."""
+
+    def wait(self, stream: int, event: Event) -> None:
+        """What is issued on the stream from now on comes after the event."""
+
+    def done(self, event: Event) -> bool: ...
+
+    def synchronize(self, event: Event) -> None:
+        """Blocks until the event is done. Other Python threads run meanwhile."""
+
+    def recycle(self, event: Event) -> None:
+        """The event may be recorded anew for somebody else."""
+
+    def bytes_of(self, storage: Storage) -> Bytes: ...
+
+    def copy(self, dst: Bytes, src: Bytes) -> None:
+        """On the current stream. Page-locked and device memory only; the caller keeps both alive until it is done."""
+
+    def staging(self, nbytes: int, device: int) -> Bytes:
+        """Device memory for the current stream alone. Dropped, its address is this stream's to use again, in order."""
+
+    def pinned(self, nbytes: int) -> Bytes | None:
+        """New page-locked host memory aligned to 64 bytes, or None where there is none."""
+
+    def address(self, memory: Bytes) -> int: ...
+
+    def record_stream(self, storage: Storage, stream: int) -> None:
+        """Freed, the storage's memory is not reused before what is queued on the stream by then is done."""
+
+    def unified(self) -> bool:
+        """Whether device memory is host memory."""
+
+
 class Framework(Protocol):
     """One tensor framework. Methods are called with the GIL held, from any thread, and take no locks."""
 
     device_type: str
+    streams: Streams | None  # None: memory whose work is synchronous
 
     # --- what a tensor is
     def keep_reason(self, tensor: Tensor, weights: Weights) -> KeepReason | None:
@@ -77,20 +130,24 @@ class Framework(Protocol):
 
     def storage_ref(self, storage: Storage) -> StorageRef: ...
 
+    def address(self, storage: Storage) -> int:
+        """That of ``storage_ref``, alone."""
+
+    def unmoved(self, storage: Storage, ref: StorageRef) -> bool:
+        """Whether the storage, which ``ref`` was taken from, still has that address and size."""
+
     def weak(self, storage: Storage) -> Weak:
         """A reference that keeps the identity from being issued again, not the memory."""
 
     def lock(self, weak: Weak) -> Storage | None:
         """The storage if it is still alive."""
 
-    def holders(self, held: list[Storage]) -> int:
-        """Who holds the last storage of ``held`` besides that list; 0 where the framework cannot tell."""
+    def holders(self, held: list[Storage]) -> int | None:
+        """Who holds the last storage of ``held`` besides that list; None where the framework cannot tell."""
 
     def allocate(self, nbytes: int, residue: int, device: int) -> Storage:
-        """New memory whose address is ``residue`` modulo 512. Raises MemoryError when there is none."""
-
-    def current_stream(self, device: int) -> int:
-        """The stream that work is now issued on; 0 for memory whose work is synchronous."""
+        """New memory whose address is ``residue`` modulo 512, on the current stream. Raises MemoryError when there is
+        none."""
 
     # --- in-place counters
     def version(self, tensor: Tensor) -> int:
@@ -124,6 +181,12 @@ class Framework(Protocol):
     def saved_tensor_hooks(
         self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
     ) -> AbstractContextManager[Any]: ...
+
+    def watch_blocks(
+        self, model: Any, begin: Callable[[str], None], end: Callable[[str], None]
+    ) -> Callable[[], None]:
+        """Calls back with a block's name around the forward of each repeated block of the model, until the returned
+        function is called."""
 
     def weights(self, model: Any) -> Weights:
         """Index of the model's weights; of none when ``model`` is None. Raises UsageError for other objects."""

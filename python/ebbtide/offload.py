@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -12,7 +13,7 @@ from ebbtide import process
 from ebbtide.config import OffloadConfig, Resolved
 from ebbtide.errors import UsageError
 from ebbtide.framework import Framework, Tensor, Weights
-from ebbtide.report import Stats, metrics, render_report
+from ebbtide.report import GroupTotals, Stats, metrics, render_report
 from ebbtide.saved import Kept, Ticket
 from ebbtide.session import Session
 
@@ -25,6 +26,7 @@ class Scope:
         self._weights = weights
         self._epoch = session.begin_epoch()
         self._left = False
+        self._labels = [0]  # of the groups that are running, the innermost last
         self._hooks: AbstractContextManager[Any] = framework.saved_tensor_hooks(
             self.pack, session.unpack
         )
@@ -33,7 +35,15 @@ class Scope:
         if self._left:
             # Frameworks restore the hooks that a backward began with: left inside one, they stay.
             return self._session.keep(tensor)
-        return self._session.pack(tensor, self._epoch, self._weights)
+        return self._session.pack(tensor, self._epoch, self._weights, self._labels[-1])
+
+    def begin_group(self, name: str) -> None:
+        self._labels.append(self._session.begin_group(self._epoch, name))
+
+    def end_group(self) -> None:
+        if len(self._labels) > 1:
+            self._labels.pop()
+            self._session.end_group()
 
     def enter(self) -> None:
         self._hooks.__enter__()
@@ -44,9 +54,63 @@ class Scope:
         self._session.end_epoch(self._epoch)
 
 
+class _NoScope:
+    """An entry of the context where offload cannot pay: nothing is hooked."""
+
+    def exit(self) -> None:
+        pass
+
+    def begin_group(self, name: str) -> None:
+        pass
+
+    def end_group(self) -> None:
+        pass
+
+
+class _Blocks:
+    """The repeated blocks of a model, watched for as long as any thread is inside the context."""
+
+    def __init__(
+        self,
+        framework: Framework,
+        model: Any,
+        begin: Callable[[str], None],
+        end: Callable[[str], None],
+    ) -> None:
+        self._watch: Callable[[], Callable[[], None]] = lambda: framework.watch_blocks(
+            model, begin, end
+        )
+        self._lock = threading.Lock()
+        self._entered = 0
+        self._stop: Callable[[], None] | None = None
+
+    def enter(self) -> None:
+        with self._lock:
+            if self._entered == 0:
+                self._stop = self._watch()
+            self._entered += 1
+
+    def exit(self) -> None:
+        with self._lock:
+            self._entered -= 1
+            if self._entered == 0 and self._stop is not None:
+                stop, self._stop = self._stop, None
+                stop()
+
+
+_GROUP_FIELDS = (
+    "runs",
+    "storages",
+    "unique_bytes",
+    "d2h_bytes",
+    "h2d_bytes",
+    "prefetch_misses",
+)
+
+
 class _Entered(threading.local):
     def __init__(self) -> None:
-        self.scopes: list[Scope] = []
+        self.scopes: list[Scope | _NoScope] = []
 
 
 class Offload:
@@ -57,7 +121,11 @@ class Offload:
     """
 
     def __init__(
-        self, framework: Framework, config: OffloadConfig, resolved: Resolved, model: Any
+        self,
+        framework: Framework,
+        config: OffloadConfig,
+        resolved: Resolved,
+        model: Any,
     ) -> None:
         self.config = config
         self._framework = framework
@@ -65,12 +133,40 @@ class Offload:
         self._weights = framework.weights(model)
         self._session = Session(framework, resolved, config.policy)
         self._entered = _Entered()
+        self._blocks = _Blocks(framework, model, self._begin_block, self._end_block)
+        self._idle = (
+            resolved.tier == "host"
+            and framework.streams is not None
+            and framework.streams.unified()
+        )
+        if self._idle:
+            warnings.warn(
+                f"[offload] the memory of {framework.device_type} is the host's own: to='host' would free nothing, so "
+                "nothing is moved; a disk is another place: to='disk'",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        self._watches = model is not None and (
+            resolved.group_swap
+            or resolved.keep_last_groups is not None
+            or resolved.prefetch_groups is not None
+        )
 
     def __enter__(self) -> Offload:
         process.require_usable("offload")
+        if self._idle:
+            self._entered.scopes.append(_NoScope())
+            return self
         self._weights.refresh()
         scope = Scope(self._session, self._framework, self._weights)
-        scope.enter()
+        if self._watches:
+            self._blocks.enter()
+        try:
+            scope.enter()
+        except BaseException:
+            if self._watches:
+                self._blocks.exit()
+            raise
         self._entered.scopes.append(scope)
         return self
 
@@ -84,7 +180,39 @@ class Offload:
             raise UsageError(
                 "[offload] left on a thread that has not entered it: enter and leave on one thread"
             )
-        self._entered.scopes.pop().exit()
+        try:
+            if self._watches and not self._idle:
+                self._blocks.exit()
+        finally:
+            self._entered.scopes.pop().exit()
+
+    @contextmanager
+    def group(self, name: str) -> Iterator[None]:
+        """What autograd saves inside is scheduled together: it leaves the device, and comes back, as one.
+
+        Inside the context, on the thread that entered it. Groups of a name may run many times (once per forward) and
+        lie within each other; the innermost counts. Repeated blocks of ``model`` are groups by themselves.
+
+        Raises UsageError outside of the context.
+        """
+        if not self._entered.scopes:
+            raise UsageError(
+                f"[offload.group] {name!r} outside of the context: write 'with offload(model) as tide:' around it"
+            )
+        scope = self._entered.scopes[-1]
+        scope.begin_group(str(name))
+        try:
+            yield
+        finally:
+            scope.end_group()
+
+    def _begin_block(self, name: str) -> None:
+        if self._entered.scopes:
+            self._entered.scopes[-1].begin_group(name)
+
+    def _end_block(self, name: str) -> None:
+        if self._entered.scopes:
+            self._entered.scopes[-1].end_group()
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         raise UsageError(
@@ -93,13 +221,23 @@ class Offload:
 
     def stats(self) -> Stats:
         """Totals and what is held now, as a frozen dataclass. Bytes, counts, seconds."""
-        on_disk = self._resolved.tier == "disk"
+        transfers = self._session.transfers
         return Stats.from_core(
             self._session.stats(),
-            on_disk=on_disk,
-            host_reserved_bytes=0 if on_disk else self._session.transfers.space.reserved_bytes,
-            exposed_wait_s=self._session.transfers.exposed_wait_s,
+            first_tier=transfers.first_tier,
+            host_reserved_bytes=0
+            if transfers.first_tier == "disk"
+            else transfers.space.reserved_bytes,
+            exposed_wait_s=transfers.exposed_wait_s,
         )
+
+    def group_stats(self) -> list[GroupTotals]:
+        """Per name of a group, in the order of first use."""
+        return [
+            GroupTotals(name, *(getattr(group, field) for field in _GROUP_FIELDS))
+            for name, group in self._session.group_stats()
+            if name
+        ]
 
     def reset_stats(self) -> None:
         """Totals to zero; what is held now stays and is the new peak."""
@@ -112,7 +250,9 @@ class Offload:
     def report(self) -> str:
         """The statistics as a table."""
         return render_report(
-            self.stats(), f"ebbtide: {self._framework.device_type} to {self._resolved.tier}"
+            self.stats(),
+            f"ebbtide: {self._framework.device_type} to {self._resolved.tier}",
+            self.group_stats(),
         )
 
     def synchronize(self) -> None:

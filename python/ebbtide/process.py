@@ -13,6 +13,8 @@ from pathlib import Path
 
 from ebbtide import _core
 from ebbtide.errors import UsageError
+from ebbtide.framework import Streams
+from ebbtide.stream_copies import PinnedPool
 
 WORKER_THREADS = 1
 QUEUE_DEPTH = 64
@@ -21,6 +23,7 @@ MALLOC_THRESHOLD_BYTES = 64 << 10
 
 _executor: _core.HostExecutor | None = None
 _host_pool: _core.HostPool | None = None
+_pinned_pools: dict[str, PinnedPool] = {}
 _spill_files: dict[tuple[str, bool], _core.SpillFile] = {}
 _malloc_fixed = False
 _forked = False
@@ -45,6 +48,13 @@ def host_pool() -> _core.HostPool:
     return _host_pool
 
 
+def pinned_pool(device_type: str, streams: Streams) -> PinnedPool:
+    """Page-locked host memory for copies from and to this kind of device."""
+    require_usable("pinned_pool")
+    pool = _pinned_pools.get(device_type)
+    return pool if pool is not None else _pinned_pools.setdefault(device_type, PinnedPool(streams))
+
+
 def spill_file(directory: Path, allow_tmpfs: bool) -> _core.SpillFile:
     """The one spill file in this directory. Raises SpillError where it cannot be made."""
     require_usable("spill_file")
@@ -67,7 +77,8 @@ def trim() -> int:
     require_usable("trim")
     for file in _spill_files.values():
         file.trim()
-    return _host_pool.trim() if _host_pool is not None else 0
+    freed = sum(pool.trim() for pool in _pinned_pools.values())
+    return freed + (_host_pool.trim() if _host_pool is not None else 0)
 
 
 def usable() -> bool:
@@ -87,7 +98,7 @@ def require_usable(place: str) -> None:
 
 def _after_fork_in_child() -> None:
     global _forked
-    _forked = _executor is not None or _host_pool is not None or bool(_spill_files)
+    _forked = bool(_executor or _host_pool or _pinned_pools or _spill_files)
     if _forked:
         _core.stop_destructors()
     # Its threads are not here: joining them would hang.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 from rich.box import Box
 from rich.console import Console
@@ -13,7 +13,7 @@ from rich.table import Table
 
 from ebbtide.sizes import format_bytes
 
-__all__ = ["KEEP_REASONS", "Stats", "metrics", "render_report"]
+__all__ = ["KEEP_REASONS", "GroupTotals", "Stats", "metrics", "render_report"]
 
 # Why a tensor stayed on the device, and what the report says about it.
 KEEP_REASONS: Mapping[str, str] = {
@@ -21,7 +21,7 @@ KEEP_REASONS: Mapping[str, str] = {
     "parameter_cast": "autocast's cast of a parameter",
     "small": "storage below min_bytes",
     "policy": "the policy asked for it",
-    "last": "storages: the last keep_last_bytes of forward",
+    "last": "storages: the end of forward (keep_last_*)",
     "unsupported": "of a kind that is not offloaded",
     "device": "on another device",
     "budget": "not needed to stay within the memory budget",
@@ -30,6 +30,9 @@ KEEP_REASONS: Mapping[str, str] = {
 }
 
 _WIDTH = 100
+_COLUMN_GAP = 3
+_MAX_GROUP_ROWS = 12
+_MIN_GROUP_NAME = 16
 
 
 @dataclass(frozen=True)
@@ -89,24 +92,52 @@ class Stats:
 
     @classmethod
     def from_core(
-        cls, core: Any, *, on_disk: bool, host_reserved_bytes: int, exposed_wait_s: float
+        cls,
+        core: Any,
+        *,
+        first_tier: Literal["host", "disk"],
+        host_reserved_bytes: int,
+        exposed_wait_s: float,
     ) -> Stats:
-        """The engine's ``core`` statistics, whose tier is the disk or else host memory.
+        """The engine's ``core`` statistics.
 
-        The engine does no I/O: what the host reserves (bytes) and how long was waited (seconds) is
-        the session's to say.
+        The engine knows a tier and what stands behind it, and does no I/O. So where its first tier
+        is, what the host reserves (bytes) and how long was waited (seconds) is the session's to say.
+
+        Args:
+            first_tier: ``"disk"``: storages go to the file directly, and nothing stands behind it.
+                ``"host"``: they go to host memory; a file, if there is one, stands behind it.
         """
-        held = {"host_bytes": 0, "peak_host_bytes": 0, "disk_bytes": 0, "peak_disk_bytes": 0}
-        place = "disk" if on_disk else "host"
-        held[f"{place}_bytes"] = core.tier_bytes
-        held[f"peak_{place}_bytes"] = core.peak_tier_bytes
+        first = core.tier_bytes, core.peak_tier_bytes
+        behind = core.backing_bytes, core.peak_backing_bytes
+        host, disk = ((0, 0), first) if first_tier == "disk" else (first, behind)
         given: dict[str, Any] = {
-            **held,
+            "host_bytes": host[0],
+            "peak_host_bytes": host[1],
+            "disk_bytes": disk[0],
+            "peak_disk_bytes": disk[1],
             "host_reserved_bytes": host_reserved_bytes,
             "exposed_wait_s": exposed_wait_s,
         }
         names = [item.name for item in fields(cls) if item.name not in given]
         return cls(**given, **{name: getattr(core, name) for name in names})
+
+
+@dataclass(frozen=True)
+class GroupTotals:
+    """One group's share of :class:`Stats`, under the same names, runs of equal name added up.
+
+    A storage counts for the first group it was saved in.
+    """
+
+    name: str
+    runs: int = 0
+    """How often the group began."""
+    storages: int = 0
+    unique_bytes: int = 0
+    d2h_bytes: int = 0
+    h2d_bytes: int = 0
+    prefetch_misses: int = 0
 
 
 def metrics(stats: Stats) -> dict[str, float]:
@@ -131,8 +162,19 @@ _BOX = Box(
 )
 
 
-def render_report(stats: Stats, title: str) -> str:
-    """``stats`` as a table of at most 100 columns: plain text, no escape sequences."""
+def render_report(stats: Stats, title: str, groups: Sequence[GroupTotals] = ()) -> str:
+    """``stats`` as a table of at most 100 columns: plain text, no escape sequences.
+
+    A second table follows where there are ``groups``, in their order; with what lies outside of
+    them its rows add up to ``stats``.
+    """
+    tables = [_totals_table(stats, title)]
+    if groups:
+        tables.append(_groups_table(stats, groups))
+    return "\n".join(_render(table) for table in tables)
+
+
+def _totals_table(stats: Stats, title: str) -> Table:
     table = Table(title=title, title_justify="left", box=_BOX, pad_edge=False)
     table.add_column("storages on their way", no_wrap=True)
     table.add_column("count", justify="right", no_wrap=True)
@@ -142,6 +184,62 @@ def render_report(stats: Stats, title: str) -> str:
         for row in section(stats):
             table.add_row(*row)
         table.add_section()
+    return table
+
+
+def _groups_table(stats: Stats, groups: Sequence[GroupTotals]) -> Table:
+    shown = list(groups)
+    if len(shown) > _MAX_GROUP_ROWS:
+        rest = shown[_MAX_GROUP_ROWS - 1 :]
+        shown[_MAX_GROUP_ROWS - 1 :] = [_sum(f"... and {len(rest)} more", rest)]
+    inside = _sum("", groups)
+    outside = {
+        name: max(0, getattr(stats, name) - getattr(inside, name)) for name in _SHARED_TOTALS
+    }
+    rows = [_group_row(group, f"{group.runs:,}") for group in shown]
+    last = _group_row(GroupTotals("outside groups", **outside), "")
+
+    numbers = [_GROUP_HEADS, *rows, last]
+    widths = [max(len(row[i]) for row in numbers) for i in range(1, len(_GROUP_HEADS))]
+    name_width = _WIDTH - 2 - sum(_COLUMN_GAP + width for width in widths)
+    table = Table(box=_BOX, pad_edge=False)
+    for i, head in enumerate(_GROUP_HEADS):
+        table.add_column(head, justify="right" if i else "left", no_wrap=True)
+    for name, *cells in rows:
+        table.add_row(_end_of(name, name_width), *cells)
+    table.add_section()
+    table.add_row(*last)
+    return table
+
+
+_GROUP_HEADS = ("groups", "runs", "storages", "left to move", "moved out", "moved in", "misses")
+_SHARED_TOTALS = [item.name for item in fields(GroupTotals) if item.name not in ("name", "runs")]
+
+
+def _sum(name: str, groups: Sequence[GroupTotals]) -> GroupTotals:
+    sums = {total: sum(getattr(group, total) for group in groups) for total in _SHARED_TOTALS}
+    return GroupTotals(name, runs=sum(group.runs for group in groups), **sums)
+
+
+def _group_row(group: GroupTotals, runs: str) -> tuple[str, ...]:
+    return (
+        group.name,
+        runs,
+        f"{group.storages:,}",
+        format_bytes(group.unique_bytes),
+        format_bytes(group.d2h_bytes),
+        format_bytes(group.h2d_bytes),
+        f"{group.prefetch_misses:,}",
+    )
+
+
+def _end_of(name: str, width: int) -> str:
+    """At most ``width`` characters of ``name``, with its end: that tells layers apart."""
+    width = max(width, _MIN_GROUP_NAME)
+    return name if len(name) <= width else f"...{name[3 - width :]}"
+
+
+def _render(table: Table) -> str:
     out = io.StringIO()
     console = Console(
         file=out,

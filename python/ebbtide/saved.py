@@ -25,14 +25,16 @@ class StorageEntry:
     """The framework's objects behind one entry of the engine."""
 
     __slots__ = (
-        "arriving",
+        "events",
         "last_witness",
         "leases",
         "load_errors",
+        "loads_started",
         "ref",
         "restored",
         "restored_weak",
         "storage_id",
+        "streams",
         "weak",
         "witnesses",
     )
@@ -46,8 +48,10 @@ class StorageEntry:
         self.leases: list[Storage] = []
         self.restored: dict[int, Storage] = {}
         self.restored_weak: Weak | None = None
-        self.arriving: Storage | None = None  # memory for a copy that has not begun
+        self.events: list[int] = []  # recorded for copies of it
+        self.streams: set[int] = set()  # that it was saved or given out on: it may be read there
         self.load_errors: dict[int, BaseException] = {}
+        self.loads_started: set[int] = set()
         # One witness per in-place counter seen, with the counter's value; dead tickets' witnesses stay: a write through
         # any of them changes the content for all.
         self.witnesses: list[tuple[Witness, int]] = []

@@ -42,7 +42,7 @@ class Session:
         self._min_bytes = options.min_bytes
         self.transfers = Transfers(framework, options)
         self._engine = self.transfers.engine
-        self._copies = self.transfers.copies
+        self._labels: dict[str, int] = {}  # names of groups, from 1
         self._epochs: set[int] = set()
         self._passes: set[int] = set()
 
@@ -68,19 +68,32 @@ class Session:
         finally:
             self.transfers.run(self._engine.end_epoch(epoch))
 
-    def pack(self, tensor: Tensor, epoch: int, weights: Weights) -> Kept | Ticket:
+    def begin_group(self, epoch: int, name: str) -> int:
+        """A group begins; returns the label that what is saved in it goes by."""
+        process.require_usable("group")
+        label = self._labels.setdefault(name, len(self._labels) + 1)
+        self.transfers.run(self._engine.begin_group(epoch, label))
+        return label
+
+    def end_group(self) -> None:
+        if not process.usable():
+            return
+        self.transfers.settle()
+        self.transfers.run(self._engine.end_group())
+
+    def pack(self, tensor: Tensor, epoch: int, weights: Weights, label: int = 0) -> Kept | Ticket:
         """The saved-tensor hook: takes a tensor, returns what stands for it until backward."""
         try:
-            return self._pack(tensor, epoch, weights)
+            return self._pack(tensor, epoch, weights, label)
         except Exception:
             raise
         except BaseException:
             self.transfers.interrupted = True
             raise
 
-    def _pack(self, tensor: Tensor, epoch: int, weights: Weights) -> Kept | Ticket:
+    def _pack(self, tensor: Tensor, epoch: int, weights: Weights, label: int) -> Kept | Ticket:
         process.require_usable("pack")
-        if self._copies.ready:
+        if self.transfers.ready:
             self.transfers.settle()
         framework = self._framework
         reason = framework.keep_reason(tensor, weights)
@@ -98,7 +111,7 @@ class Session:
         if reason is not None:
             self._engine.kept(reason, framework.nbytes(tensor))
             return self._keep(tensor, reason)
-        return self._save(tensor, epoch, forced, spoiled=False)
+        return self._save(tensor, epoch, label, forced, spoiled=False)
 
     def keep(self, tensor: Tensor) -> Kept:
         """Stands in for ``pack`` where nothing is to be offloaded; counts nothing."""
@@ -108,12 +121,15 @@ class Session:
         kept = self._framework.keep(tensor, reason)
         return kept, self._framework.version(kept)
 
-    def _save(self, tensor: Tensor, epoch: int, forced: bool, spoiled: bool) -> Kept | Ticket:
+    def _save(
+        self, tensor: Tensor, epoch: int, label: int, forced: bool, spoiled: bool
+    ) -> Kept | Ticket:
         framework = self._framework
         view = framework.view_meta(tensor)
         version = framework.version(tensor)
         storage = framework.storage(tensor)
         ref = framework.storage_ref(storage)
+        stream = self.transfers.current_stream(ref.device)
         verdict, hold = self.transfers.tickets.save(
             ref.device,
             ref.identity,
@@ -126,7 +142,8 @@ class Session:
             view.strides,
             version,
             epoch,
-            framework.current_stream(ref.device),
+            label,
+            stream,
             forced,
             spoiled,
         )
@@ -139,6 +156,8 @@ class Session:
                 # Another thread may be here for the same storage: the first one's object is everybody's.
                 entry = StorageEntry(verdict.storage, ref, framework.weak(storage))
                 entry = self.transfers.entries.setdefault(verdict.storage, entry)
+            if stream != 0:
+                entry.streams.add(stream)
             if verdict.lease:
                 entry.leases.append(storage)
             # Probes count references: this one must not be taken for somebody else's.
@@ -151,7 +170,7 @@ class Session:
         original = weakref.ref(tensor) if framework.replaceable(tensor) else None
         ticket = Ticket(self, verdict.ticket, hold, entry, view, witness, version, original)
         self.transfers.run(verdict.commands)
-        return ticket if intact else self._save(tensor, epoch, forced, spoiled=True)
+        return ticket if intact else self._save(tensor, epoch, label, forced, spoiled=True)
 
     def _witness(self, entry: StorageEntry, tensor: Tensor, version: int) -> Witness:
         owner = self._framework.counter_owner(tensor)
@@ -188,7 +207,7 @@ class Session:
             if found != expected:
                 raise InplaceModificationError(framework.modified_text(tensor, expected, found))
             return tensor
-        if self._copies.ready:
+        if self.transfers.ready:
             self.transfers.settle()
         found = framework.version(saved.witness)
         original = saved.original() if saved.original is not None else None
@@ -218,6 +237,7 @@ class Session:
         """The storage that the ticket's view lies in: the saved one, or one that its bytes were loaded into."""
         framework, engine, entry = self._framework, self._engine, ticket.entry
         pass_id = self._join_pass()
+        stream = self.transfers.current_stream(entry.ref.device)
         short_of_memory = False
         while True:
             live = self._live(entry) if allow_live else None
@@ -225,18 +245,24 @@ class Session:
             shared = framework.lock(weak) if live is None and weak is not None else None
             if live is None and allow_live:
                 self._require_intact(entry)
-            verdict = engine.restore(ticket.id, pass_id, live is not None, shared is not None)
+            verdict = engine.restore(
+                ticket.id, pass_id, live is not None, shared is not None, stream
+            )
             if verdict.outcome == _LIVE:
+                if stream != 0:
+                    entry.streams.add(stream)
                 self.transfers.run(verdict.commands)
                 return live
             if verdict.outcome == _SHARED:
                 self.transfers.run(verdict.commands)
-                if entry.restored_weak is not weak:
-                    continue  # another thread loaded it anew meanwhile
+                if entry.restored_weak is not weak or verdict.load in entry.load_errors:
+                    continue  # another thread loaded it anew meanwhile, or failed to
                 return shared
             if verdict.outcome == _LOAD:
                 try:
-                    storage = self.transfers.allocate(entry, verdict)
+                    storage = self.transfers.allocate(
+                        entry, verdict.load, verdict.nbytes, verdict.residue, verdict.stream
+                    )
                 except MemoryError as error:
                     self.transfers.run(verdict.commands)
                     if short_of_memory:
@@ -250,7 +276,7 @@ class Session:
                 if self.transfers.load(entry, storage, verdict):
                     return storage
                 continue
-            self.transfers.wait_for_other(entry, verdict.load)
+            self.transfers.wait_for_other(entry, verdict)
 
     def _live(self, entry: StorageEntry) -> Storage | None:
         """The saved storage, where plain autograd would read the same bytes from it."""
@@ -299,6 +325,11 @@ class Session:
         process.require_usable("stats")
         self.transfers.settle()
         return self._engine.stats()
+
+    def group_stats(self) -> list[tuple[str, _core.GroupStats]]:
+        """By group name, in the order of first use; what was saved outside of groups under the empty name."""
+        process.require_usable("group_stats")
+        return list(zip(["", *self._labels], self._engine.group_stats(), strict=False))
 
     def reset_stats(self) -> None:
         process.require_usable("reset_stats")

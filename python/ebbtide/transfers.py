@@ -5,54 +5,80 @@ Any thread may run any command. What threads share is changed by single operatio
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 import warnings
 import weakref
 from collections.abc import Callable
+from typing import Any, Literal
 
 from ebbtide import _core, process
-from ebbtide._core import CommandKind
+from ebbtide._core import CommandKind, Hop
 from ebbtide.config import Resolved
-from ebbtide.errors import EbbtideError
+from ebbtide.errors import EbbtideError, HostMemoryError
 from ebbtide.framework import Framework, Storage
 from ebbtide.saved import StorageEntry
 from ebbtide.sizes import format_bytes
+from ebbtide.stream_copies import Completion, StreamCopies, yield_to_others
 
 _POLL_MS = 100
 _NO_LIMIT = (1 << 64) - 1
+_OFFLOAD = int(Hop.OFFLOAD)
+_LOAD = int(Hop.LOAD)
+_SPILL = int(Hop.SPILL)
+_RELEASE_RESTORED = int(CommandKind.RELEASE_RESTORED)
 
 # A probe of a storage that another thread is just saving: look again later. More holders than there can be leases.
-_HELD = (1 << 32, True, True, False)
+_HELD = (1 << 32, True, True, True, False)
 # The storage could not be looked at: it stays on the device.
-_UNKNOWN = (1, False, True, False)
+_UNKNOWN = (1, True, False, True, False)
 
 
 class Transfers:
-    """One engine, its tier, and the framework objects behind its entries."""
+    """One engine, its tiers, and the framework objects behind its entries."""
 
     def __init__(self, framework: Framework, options: Resolved) -> None:
         self._framework = framework
-        self._tier = options.tier
+        self._streams = framework.streams
+        self.on_disk = options.tier == "disk"
         self._file: _core.SpillFile | None = None
-        if options.directory is not None and options.tier == "disk":
+        if options.directory is not None and self.on_disk:
             self._file = process.spill_file(options.directory, options.allow_tmpfs)
-        self.space: _core.BlockSpace = self._file if self._file is not None else process.host_pool()
-        limit = options.max_disk_bytes if self._file is not None else options.max_host_bytes
-        self._max_tier_bytes = _NO_LIMIT if limit is None else limit
+        max_disk_bytes = _NO_LIMIT if options.max_disk_bytes is None else options.max_disk_bytes
+        self._max_host_bytes = options.max_host_bytes
+        self._max_disk_bytes = max_disk_bytes
+        self.space: _core.BlockSpace
+        backing: _core.BlockSpace | None = None
+        self._stream_copies: StreamCopies | None = None
+        if self._streams is not None:
+            # A device reaches files through host memory only.
+            self._pinned = process.pinned_pool(framework.device_type, self._streams)
+            self._stream_copies = StreamCopies(self._streams, self._pinned)
+            self.space, backing = self._pinned.space, self._file
+        else:
+            self.space = self._file if self._file is not None else process.host_pool()
+        first_is_disk = self.space is self._file
+        self.first_tier: Literal["host", "disk"] = "disk" if first_is_disk else "host"
         self.engine = _core.Engine(
             self.space,
+            backing,
             min_bytes=options.min_bytes,
             keep_last_bytes=options.keep_last_bytes,
+            keep_last_groups=options.keep_last_groups,
             prefetch_bytes=options.prefetch_bytes,
+            prefetch_groups=options.prefetch_groups,
             in_flight_bytes=options.in_flight_bytes,
-            max_tier_bytes=self._max_tier_bytes,
+            max_tier_bytes=max_disk_bytes if first_is_disk else options.max_host_bytes,
+            max_backing_bytes=max_disk_bytes,
+            pack_below_bytes=options.pack_below_bytes,
         )
         self.entries: dict[int, StorageEntry] = {}
         self._executor = process.executor()
         self.tickets = _core.Tickets(self.engine, _calling(weakref.ref(self)))
         self.copies = _core.Copies()
         self._unreported: set[int] = set()  # copies that the engine was not told about yet
+        self._fetch_errors: dict[int, BaseException] = {}
         self.interrupted = False
         self._copy_error = ""
         self.exposed_wait_s = 0.0
@@ -63,17 +89,26 @@ class Transfers:
         if process.usable():
             # The engine gives its blocks back with its end: no copy may use them any more.
             self._executor.drain(self.copies)
+            if self._stream_copies is not None:
+                self._stream_copies.drain()
         else:
             # Threads that are not in this process may have left the engine's and the tier's mutexes locked.
             _core.keep_forever(self.engine)
 
     def drain(self) -> None:
         """Blocks until no copy is running, and reports them all."""
-        self._executor.drain(self.copies)
-        self.settle()
+        while True:
+            if self._stream_copies is not None:
+                self._stream_copies.drain()
+            self._executor.drain(self.copies)
+            if not self.ready:
+                return
+            self.settle()  # which may start more
 
     def run(self, commands: list[_core.Command]) -> None:
         """Runs every command, also after one has failed; then raises the first failure."""
+        if not commands:
+            return
         failure: BaseException | None = None
         for command in commands:
             try:
@@ -98,14 +133,28 @@ class Transfers:
             self.interrupted |= not isinstance(error, Exception)
             raise
 
+    # --- copies
+
+    @property
+    def ready(self) -> bool:
+        """Whether a copy is done and not reported."""
+        on_streams = self._stream_copies
+        return self.copies.ready or (on_streams is not None and on_streams.ready)
+
     def settle(self) -> None:
         """Reports every copy that is done; leases leave here."""
         while (completion := self.copies.pop()) is not None:
-            self._complete(*completion)
+            self._complete(Completion(*completion))
+        if self._stream_copies is None:
+            return
+        while (completion := self._stream_copies.pop()) is not None:
+            self._complete(completion)
 
     def wait(self, copy: int) -> None:
         """Blocks until the copy is done and reported; other threads run meanwhile."""
         started = time.perf_counter()
+        if self._stream_copies is not None:
+            self._stream_copies.wait(copy)
         self._executor.wait(copy, self.copies)
         self.exposed_wait_s += time.perf_counter() - started
         self.settle()
@@ -114,51 +163,79 @@ class Transfers:
         version = self._framework.version
         return all(version(witness) == saved for witness, saved in entry.witnesses)
 
+    def current_stream(self, device: int) -> int:
+        """The stream that this thread issues work on; 0 for memory whose work is synchronous."""
+        return 0 if self._streams is None else self._streams.current(device)
+
     def allocate(
-        self, entry: StorageEntry, request: _core.RestoreVerdict | _core.Command
+        self, entry: StorageEntry, load: int, nbytes: int, residue: int, stream: int
     ) -> Storage:
         """Memory for a load that the engine has begun; tells the engine where there is none."""
         try:
-            return self._framework.allocate(request.nbytes, request.residue, entry.ref.device)
+            with self._on(stream):
+                return self._framework.allocate(nbytes, residue, entry.ref.device)
         except BaseException:
-            self.run(self.engine.allocation_failed(entry.storage_id))
+            self.run(self.engine.allocation_failed(entry.storage_id, load))
             raise
 
+    def _on(self, stream: int) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self._streams is None else self._streams.on(stream)
+
     def load(self, entry: StorageEntry, storage: Storage, verdict: _core.RestoreVerdict) -> bool:
-        """Fills the storage; False where the engine gave the load up meanwhile. Raises what made it fail."""
-        load = self._adopt(entry, storage)
+        """Fills the storage, or orders the current stream after that; False where the engine gave the load up meanwhile.
+        Raises what made it fail."""
+        load = verdict.load
+        self._adopt(entry, load, storage, verdict.stream)
         self.run(verdict.commands)
-        if load == 0:
-            return False
-        # Another thread may have taken the completion and not reported it yet.
-        while load in self._unreported:
-            self.wait(load)
-            self._require_answer(load)
+        self._wait_until_started(entry, load)
+        if self._stream_copies is None:
+            # Another thread may have taken the completion and not reported it yet.
+            while load in self._unreported:
+                self.wait(load)
+                self._require_answer(load)
+        self._raise_load_error(entry, load)
+        return load in entry.loads_started
+
+    def wait_for_other(self, entry: StorageEntry, verdict: _core.RestoreVerdict) -> None:
+        """Blocks until the load that another thread has begun gets on. Raises what made it fail."""
+        while verdict.allocating and not self.engine.wait_allocated(entry.storage_id, _POLL_MS):
+            self._require_answer(0)
+        self._wait_until_started(entry, verdict.load)
+        if self._stream_copies is None:
+            self.wait(verdict.load)
+        else:
+            yield_to_others()
+
+    def _wait_until_started(self, entry: StorageEntry, load: int) -> None:
+        while blocker := self.engine.blocker(load):
+            self.wait(blocker)
+            if self.engine.running(blocker):
+                self._require_answer(blocker)
+                yield_to_others()
+
+    def _raise_load_error(self, entry: StorageEntry, load: int) -> None:
         error = entry.load_errors.pop(load, None)
         try:
             if error is not None:
                 raise error
         finally:
             del error  # its traceback holds this frame
-        return True
-
-    def wait_for_other(self, entry: StorageEntry, load: int) -> None:
-        """Blocks until the load that another thread has begun gets on."""
-        while not self.engine.wait_allocated(entry.storage_id, _POLL_MS):
-            self._require_answer(0)
-        self.wait(load)
 
     def _require_answer(self, copy: int) -> None:
-        """Raises where a call was cut short that should have reported the copy."""
-        if (
-            self.interrupted
-            and not self.copies.running(copy)
-            and (copy == 0 or copy in self._unreported)
-        ):
+        """Raises where a call was cut short that should have started or reported the copy."""
+        if self._is_lost(copy):
             raise EbbtideError(
                 "[unpack] an exception from a signal handler (such as Ctrl-C) cut short a load that this tensor needs: "
                 "run the forward again"
             )
+
+    def _is_lost(self, copy: int) -> bool:
+        """Of a copy that the engine waits for: whether a call was cut short and nobody may ever report it."""
+        return self.interrupted and not self._is_running(copy)
+
+    def _is_running(self, copy: int) -> bool:
+        on_streams = self._stream_copies
+        return self.copies.running(copy) or (on_streams is not None and on_streams.started(copy))
 
     def recover(self) -> None:
         """After an exception out of a signal handler cut a call short: gives up what nobody will report.
@@ -168,6 +245,8 @@ class Transfers:
         self.interrupted = False
         self.settle()
         running = self.copies.all_running()
+        if self._stream_copies is not None:
+            running += self._stream_copies.all_running()
         self._unreported = set(running)
         self.run(self.engine.recover(running))
         self.run_dropped()
@@ -175,16 +254,18 @@ class Transfers:
             if not self.engine.knows(storage_id):
                 self.entries.pop(storage_id, None)
 
-    def _adopt(self, entry: StorageEntry, storage: Storage) -> int:
-        """Starts the load into new memory; returns the copy."""
-        framework = self._framework
-        ref = framework.storage_ref(storage)
-        entry.arriving = storage
-        commands = self.engine.allocated(
-            entry.storage_id, *ref, framework.current_stream(ref.device)
-        )
+    def _adopt(self, entry: StorageEntry, load: int, storage: Storage, stream: int) -> None:
+        """Hands new memory to the engine, which starts the load when it can."""
+        entry.restored[load] = storage
+        weak = self._framework.weak(storage)
+        ref = self._framework.storage_ref(storage)
+        commands = self.engine.allocated(entry.storage_id, load, *ref, stream)
+        refused = len(commands) == 1 and commands[0].kind == _RELEASE_RESTORED
+        if not refused:
+            entry.restored_weak = weak
         self.run(commands)
-        return max((command.copy for command in commands), default=0)
+
+    # --- commands
 
     def _probe(self, command: _core.Command) -> None:
         entry = self.entries.get(command.storage)
@@ -194,108 +275,227 @@ class Transfers:
         finally:
             self.run(self.engine.probed(command.storage, *answer))
 
-    def _inspect(self, entry: StorageEntry) -> tuple[int, bool, bool, bool]:
-        """Answers a probe: other holders, whether the memory is the same, whether no counter moved, whether all did."""
+    def _inspect(self, entry: StorageEntry) -> tuple[int, bool, bool, bool, bool]:
+        """Answers a probe: other holders, whether they can be told, whether the memory is the same, whether no in-place
+        counter moved, whether all did."""
         lease = entry.lease
         if lease is None:
             return _HELD
-        same = self._framework.storage_ref(lease) == entry.ref
+        same = self._framework.unmoved(lease, entry.ref)
         del lease  # the list of leases is its only holder here
         version = self._framework.version
         moved = [version(witness) != saved for witness, saved in entry.witnesses]
         spoiled = bool(moved) and all(moved)
         try:
-            return self._framework.holders(entry.leases), same, not any(moved), spoiled
+            holders = self._framework.holders(entry.leases)
         except IndexError:
             return _HELD  # released meanwhile
+        return holders or 0, holders is not None, same, not any(moved), spoiled
+
+    def _gather(self, command: _core.Command) -> None:
+        self.run(self.engine.gather())
+
+    def _record(self, command: _core.Command) -> None:
+        assert self._stream_copies is not None
+        self._stream_copies.record(command.event, command.stream)
+        if (entry := self.entries.get(command.storage)) is not None:
+            entry.events.append(command.event)
 
     def _copy(self, command: _core.Command) -> None:
-        entry = self.entries.get(command.storage)
-        if entry is None:  # saving it was cut short
-            self.run(self.engine.completed(command.copy, False, *_UNKNOWN))
+        between_device_and_host = command.hop in (_OFFLOAD, _LOAD)
+        found = [self.entries.get(storage) for storage in command.storages]
+        entries = [entry for entry in found if entry is not None]
+        if between_device_and_host and len(entries) < len(found):  # saving it was cut short
+            self.run(self.engine.completed(command.copy, False, [_UNKNOWN] * len(found)))
             return
-        if command.to_device:
-            storage, entry.arriving = entry.arriving, None
-            entry.restored = {command.copy: storage}
-            entry.restored_weak = self._framework.weak(storage)
-        else:
-            storage = entry.lease
         self._unreported.add(command.copy)
         try:
-            self.copies.submit(self._executor, command, self._file, storage)
+            if between_device_and_host and self._stream_copies is not None:
+                self._stream_copies.submit(command, *self._on_device(command, entries))
+            else:
+                kept = self._on_device(command, entries)[0] if between_device_and_host else None
+                self.copies.submit(self._executor, command, self._file, kept)
         except BaseException as error:
             # Interrupted after it was queued, it is reported as any other.
-            if not self.copies.running(command.copy):
-                self._complete(command.copy, command.storage, command.to_device, error)
-            if not command.to_device or not isinstance(error, Exception):
+            if not self._is_running(command.copy):
+                self._complete(Completion(command.copy, command.hop, command.storages, error))
+            if command.hop == _OFFLOAD or not isinstance(error, Exception):
                 raise
+        else:
+            if command.hop == _LOAD:
+                for entry in entries:
+                    entry.loads_started = {command.copy}
 
-    def _complete(
-        self, copy: int, storage_id: int, to_device: bool, error: BaseException | None
-    ) -> None:
-        entry = self.entries.get(storage_id)
-        answer = _UNKNOWN
+    def _on_device(
+        self, command: _core.Command, entries: list[StorageEntry]
+    ) -> tuple[dict[int, Storage], int]:
+        """The storages that the copy reads or writes, by address; and their device."""
+        storages = {}
+        to_device, copy = command.hop == _LOAD, command.copy
+        for entry in entries:
+            storage = entry.restored[copy] if to_device else entry.lease
+            storages[self._framework.address(storage)] = storage
+        return storages, entries[0].ref.device
+
+    def _complete(self, done: Completion) -> None:
+        copy, hop, storages, error = done
+        answers = []
         try:
-            if error is not None and not to_device:
-                self._copy_error = str(error)
-            elif error is not None and entry is not None:
-                entry.load_errors[copy] = error
-            if entry is not None and not to_device:
-                answer = self._inspect(entry)
+            if error is not None:
+                self._note_error(done)
+            if hop == _OFFLOAD:
+                for storage in storages:
+                    entry = self.entries.get(storage)
+                    answers.append(_UNKNOWN if entry is None else self._inspect(entry))
         finally:
-            commands = self.engine.completed(copy, error is None, *answer)
+            commands = self.engine.completed(copy, error is None, answers)
             # Whoever waits for the copy sees it done from here on.
             self._unreported.discard(copy)
             self.run(commands)
 
+    def _note_error(self, done: Completion) -> None:
+        assert done.error is not None
+        # Whoever asks for the bytes raises it anew: its frames hold tickets, and with them what it is kept in.
+        error = _without_frames(done.error)
+        if done.hop in (_OFFLOAD, _SPILL):
+            self._copy_error = str(done.error)
+        elif done.hop == _LOAD:
+            for storage in done.storages:
+                if (entry := self.entries.get(storage)) is not None:
+                    entry.load_errors[done.copy] = error
+                    entry.loads_started.discard(done.copy)
+        else:
+            self._fetch_errors[done.copy] = error
+
+    def _load_failed(self, command: _core.Command) -> None:
+        if (entry := self.entries.get(command.storage)) is None:
+            return
+        error = self._fetch_errors.get(command.cause)
+        if error is None:
+            error = HostMemoryError(
+                f"[unpack] {format_bytes(command.nbytes)} of host memory are needed to read a saved storage back from disk, "
+                f"and max_host_bytes={format_bytes(self._max_host_bytes)} is taken: raise max_host_bytes, and run "
+                "backward again (retain_graph=True); the copy on disk is kept"
+            )
+        entry.load_errors[command.copy] = error
+
     def _wait_for(self, command: _core.Command) -> None:
-        self.wait(command.copy)
+        if command.stream == 0:
+            self.wait(command.copy)
+            return
+        assert self._stream_copies is not None
+        if not self._await_start(command.copy):
+            self._require_answer(command.copy)
+        self._stream_copies.order(command.copy, command.stream)
+
+    def _await_start(self, copy: int) -> bool:
+        """Whether the copy was started. Another thread may have been told to, and be just about to do it; where a call was
+        cut short, nobody will."""
+        assert self._stream_copies is not None
+        while not self._stream_copies.started(copy) and self.engine.running(copy):
+            if self._is_lost(copy):
+                return False
+            yield_to_others()
+        return True
 
     def _allocate_ahead(self, command: _core.Command) -> None:
-        """A prefetch: a failure only cancels it."""
+        """What nobody has asked for yet: a failure only cancels it."""
         entry = self.entries.get(command.storage)
         if entry is None:
-            self.run(self.engine.allocation_failed(command.storage))
+            self.run(self.engine.allocation_failed(command.storage, command.copy))
             return
         try:
-            storage = self.allocate(entry, command)
+            storage = self.allocate(
+                entry, command.copy, command.nbytes, command.residue, command.stream
+            )
         except MemoryError:
             return
-        self._adopt(entry, storage)
+        self._adopt(entry, command.copy, storage, command.stream)
+
+    def _record_stream(self, command: _core.Command) -> None:
+        entry = self.entries.get(command.storage)
+        if entry is None:
+            return
+        assert self._streams is not None
+        if command.stream != 0 and command.copy == 0:
+            storage, stream = entry.lease or self._framework.lock(entry.weak), command.stream
+        elif command.stream != 0:
+            storage, stream = entry.restored.get(command.copy), command.stream
+            if storage is None and entry.restored_weak is not None:
+                storage = self._framework.lock(entry.restored_weak)
+        else:
+            assert self._stream_copies is not None
+            storage = entry.lease
+            self._await_start(command.copy)
+            stream = self._stream_copies.stream_of(command.copy) or 0
+        if storage is not None and stream != 0:
+            self._streams.record_stream(storage, stream)
 
     def _release_lease(self, command: _core.Command) -> None:
-        if (entry := self.entries.get(command.storage)) is not None:
+        if (entry := self.entries.get(command.storage)) is None:
+            return
+        try:
+            # Autograd has a tensor saved before the operation that reads it is issued, and without Ebbtide would keep
+            # the memory from others until backward.
+            if entry.streams and (lease := entry.lease) is not None:
+                self._keep_for(lease, entry.streams)
+                del lease
+        finally:
             del entry.leases[-1:]
+
+    def _keep_for(self, storage: Storage, streams: set[int]) -> None:
+        assert self._streams is not None
+        for stream in list(streams):
+            self._streams.record_stream(storage, stream)
 
     def _release_restored(self, command: _core.Command) -> None:
         if (entry := self.entries.get(command.storage)) is not None:
             entry.restored.pop(command.copy, None)
 
+    def _grow(self, command: _core.Command) -> None:
+        grown = False
+        try:
+            grown = self._pinned.grow(command.nbytes, self._max_host_bytes)
+        finally:
+            self.run(self.engine.grown(grown))
+
     def _forget(self, command: _core.Command) -> None:
         # Absent where saving failed before it was made.
-        if (entry := self.entries.pop(command.storage, None)) is not None:
-            entry.leases.clear()
-            entry.restored.clear()
-            entry.arriving = None
+        if (entry := self.entries.pop(command.storage, None)) is None:
+            return
+        entry.leases.clear()
+        entry.restored.clear()
+        if self._stream_copies is not None:
+            self._stream_copies.forget(entry.events)
 
     def _warn_tier_full(self, command: _core.Command) -> None:
         if not process.usable():
             return  # a thread that outlives the interpreter's main one
         entry = self.entries.get(command.storage)
         nbytes = entry.ref.nbytes if entry is not None else 0
+        tier = "disk" if self.on_disk else "host"
         if self._copy_error:
             cause, remedy = self._copy_error, "choose another tier with to="
         else:
-            limit = format_bytes(self._max_tier_bytes)
+            on_file = self.space is self._file
+            limit = format_bytes(self._max_disk_bytes if on_file else self._max_host_bytes)
             cause = f"{format_bytes(self.space.reserved_bytes)} reserved of {limit} allowed"
-            option = "max_disk_bytes" if self._file is not None else "max_host_bytes"
+            option = "max_disk_bytes" if on_file else "max_host_bytes"
             remedy = f"raise {option}, or choose another tier with to="
         warnings.warn(
-            f"[{self._tier} tier] no room for {format_bytes(nbytes)}: {cause}. What does not fit "
+            f"[{tier} tier] no room for {format_bytes(nbytes)}: {cause}. What does not fit "
             f"stays on the device (kept['host_full'] counts it): {remedy}",
             RuntimeWarning,
             stacklevel=_level_of_the_caller(),
         )
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    seen: BaseException | None = error
+    while seen is not None:
+        seen.__traceback__ = None
+        seen = seen.__cause__ or seen.__context__
+    return error
 
 
 def _calling(transfers: weakref.ref[Transfers]) -> Callable[[], None]:
@@ -319,11 +519,16 @@ def _level_of_the_caller() -> int:
 
 _COMMANDS: dict[int, Callable[[Transfers, _core.Command], None]] = {
     int(CommandKind.PROBE): Transfers._probe,
+    int(CommandKind.GATHER): Transfers._gather,
+    int(CommandKind.RECORD): Transfers._record,
     int(CommandKind.COPY): Transfers._copy,
     int(CommandKind.WAIT): Transfers._wait_for,
     int(CommandKind.ALLOC): Transfers._allocate_ahead,
+    int(CommandKind.RECORD_STREAM): Transfers._record_stream,
     int(CommandKind.RELEASE_LEASE): Transfers._release_lease,
     int(CommandKind.RELEASE_RESTORED): Transfers._release_restored,
+    int(CommandKind.GROW): Transfers._grow,
+    int(CommandKind.LOAD_FAILED): Transfers._load_failed,
     int(CommandKind.FORGET): Transfers._forget,
     int(CommandKind.TIER_FULL): Transfers._warn_tier_full,
 }

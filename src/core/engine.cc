@@ -6,28 +6,53 @@
 
 namespace ebbtide {
 
-Engine::Engine(const EngineConfig& config, std::shared_ptr<BlockSpace> space)
-    : config_(config), space_(std::move(space)) {
+Engine::Engine(const EngineConfig& config, std::shared_ptr<BlockSpace> space, std::shared_ptr<BlockSpace> backing)
+    : config_(config), space_(std::move(space)), backing_(std::move(backing)) {
   if (space_ == nullptr) throw Error(ErrorKind::kUsage, "[Engine] no tier was given: pass a HostPool or a SpillFile");
 }
 
 Engine::~Engine() {
-  registry_.for_each([this](Entry& entry) {
-    for (const Block& block : entry.blocks) space_->free(block);
-    if (entry.copying_block.nbytes > 0) space_->free(entry.copying_block);
-  });
+  for (const auto& [id, parcel] : parcels_) {
+    if (parcel.block.nbytes > 0) space_->free(parcel.block);
+    if (parcel.backing.nbytes > 0) backing_->free(parcel.backing);
+  }
 }
 
 EpochId Engine::begin_epoch() {
   const std::lock_guard lock(mutex_);
+  growth_refused_ = false;
   return EpochId{++last_epoch_};
 }
 
 Commands Engine::end_epoch(EpochId epoch) {
   const std::lock_guard lock(mutex_);
   registry_.close_epoch(epoch);
+  groups_in_epoch_.erase(epoch);
   Commands commands;
   look(commands, due_.size());
+  if (config_.pack_below_bytes > 0) commands.push_back({.kind = CommandKind::kGather});
+  return commands;
+}
+
+Commands Engine::begin_group(EpochId epoch, std::size_t label) {
+  const std::lock_guard lock(mutex_);
+  ++last_group_;
+  ++running_groups_;
+  ++groups_in_epoch_[epoch];
+  if (group_stats_.size() <= label) group_stats_.resize(label + 1);
+  ++group_stats_[label].runs;
+  Commands commands;
+  look(commands, due_.size());
+  if (config_.pack_below_bytes > 0) commands.push_back({.kind = CommandKind::kGather});
+  return commands;
+}
+
+Commands Engine::end_group() {
+  const std::lock_guard lock(mutex_);
+  if (running_groups_ > 0) --running_groups_;
+  Commands commands;
+  look(commands, due_.size());
+  if (config_.pack_below_bytes > 0) commands.push_back({.kind = CommandKind::kGather});
   return commands;
 }
 
@@ -41,8 +66,8 @@ Commands Engine::drop(TicketId ticket) {
   registry_.revoke(ticket);
   if (entry.live_tickets == 0) {
     finish_entry(entry, commands);
-  } else if (value(entry.pass) != 0 && unserved && entry.unserved > 0 && --entry.unserved == 0 &&
-             entry.restored == Restored::kReady) {
+    retry_waiting(commands);
+  } else if (value(entry.pass) != 0 && unserved && entry.unserved > 0 && --entry.unserved == 0) {
     release_restored(entry, commands);
   }
   return commands;
@@ -51,34 +76,42 @@ Commands Engine::drop(TicketId ticket) {
 Commands Engine::recover(const std::vector<CopyId>& running) {
   const std::lock_guard lock(mutex_);
   Commands commands;
+  growing_ = false;
+  running_groups_ = 0;
   std::vector<CopyId> lost;
   for (const auto& [copy, of] : copies_) {
     if (std::find(running.begin(), running.end(), copy) == running.end()) lost.push_back(copy);
   }
+  const bool backing_failed = backing_failed_;
   for (const CopyId copy : lost) {
-    const RunningCopy of = copies_.at(copy);
-    copies_.erase(copy);
-    Entry& entry = *registry_.find(of.storage);
-    if (of.to_device) {
-      finish_load(entry, false, commands);
-    } else {
-      finish_offload(entry, true, {.same = false}, commands);
-    }
+    // Storages that are still there stay: not as for a tier that is full.
+    finish_copy(copy, false, std::vector<ProbeAnswer>(copies_.at(copy).moved.size(), {.same = false}), commands);
   }
-  std::vector<StorageId> allocating;
+  backing_failed_ = backing_failed;
+  std::vector<CopyId> unstarted;
+  for (const auto& [copy, load] : loads_) {
+    if (!load.started) unstarted.push_back(copy);
+  }
+  for (const CopyId copy : unstarted) fail_load(copy, {}, 0, commands);
   registry_.for_each([&](Entry& entry) {
-    if (entry.restored == Restored::kAllocating) allocating.push_back(entry.id);
+    entry.asked = false;
     if (entry.lease != Lease::kProbing) return;
     set_lease(entry, Lease::kDue);
     due_.push_back(entry.id);
   });
-  for (const StorageId storage : allocating) finish_load(*registry_.find(storage), false, commands);
+  room_changed_ = true;
+  retry_waiting(commands);
   return commands;
 }
 
 bool Engine::knows(StorageId storage) const {
   const std::lock_guard lock(mutex_);
   return registry_.contains(storage);
+}
+
+bool Engine::running(CopyId copy) const {
+  const std::lock_guard lock(mutex_);
+  return copies_.contains(copy);
 }
 
 void Engine::kept(KeepReason reason, std::uint64_t nbytes) {
@@ -95,12 +128,74 @@ Stats Engine::stats() const {
   return stats;
 }
 
+std::vector<GroupStats> Engine::group_stats() const {
+  const std::lock_guard lock(mutex_);
+  return group_stats_;
+}
+
 void Engine::reset_stats() {
   const std::lock_guard lock(mutex_);
   stats_.reset();
+  for (GroupStats& group : group_stats_) group = {};
+}
+
+Commands Engine::completed(CopyId copy, bool ok, const std::vector<ProbeAnswer>& answers) {
+  const std::lock_guard lock(mutex_);
+  Commands commands;
+  if (!copies_.contains(copy)) return commands;
+  finish_copy(copy, ok, answers, commands);
+  retry_waiting(commands);
+  return commands;
+}
+
+void Engine::finish_copy(CopyId copy, bool ok, const std::vector<ProbeAnswer>& answers, Commands& commands) {
+  const RunningCopy running = copies_.at(copy);
+  copies_.erase(copy);
+  lingering_bytes_ -= running.lingering_bytes;
+  room_changed_ = true;  // what was read or written can be moved on now
+  switch (running.hop) {
+    case Hop::kOffload: {
+      parcels_.at(running.parcel).filling = {};
+      bool used = false;
+      for (std::size_t i = 0; i < running.moved.size(); ++i) {
+        const Moved& moved = running.moved[i];
+        Entry* entry = registry_.find(moved.storage);
+        if (entry != nullptr && entry->offload == copy) {
+          const ProbeAnswer answer = i < answers.size() ? answers[i] : ProbeAnswer{.same = !ok};
+          used |= finish_offload(*entry, moved, running.parcel, ok, answer, commands);
+        } else if (ok) {
+          if (!moved.counted) count_offloaded(moved);
+          used = true;
+        } else if (entry != nullptr) {
+          lose(*entry, running.parcel, copy, commands);
+        }
+      }
+      if (used && !running.counted) stats_.d2h_copies += running.crossings;
+      tidy(running.parcel);
+      spill_ahead(commands);
+      break;
+    }
+    case Hop::kLoad: {
+      if (ok && !running.counted) count_loaded(running);
+      for (const Moved& moved : running.moved) {
+        if (Entry* entry = registry_.find(moved.storage)) finish_load(*entry, copy, ok, commands);
+      }
+      end_reading(loads_.at(copy));
+      loads_.erase(copy);
+      break;
+    }
+    case Hop::kSpill:
+    case Hop::kFetch:
+      finish_move(running.hop, running.parcel, ok, commands);
+      break;
+  }
 }
 
 void Engine::set_lease(Entry& entry, Lease lease) {
+  const auto in_flight = [](Lease of) { return of == Lease::kInFlight || of == Lease::kRoom; };
+  if (in_flight(entry.lease) != in_flight(lease)) {
+    in_flight(lease) ? in_flight_bytes_ += entry.source.nbytes : in_flight_bytes_ -= entry.source.nbytes;
+  }
   const bool before = entry.leased();
   entry.lease = lease;
   if (before == entry.leased()) return;
@@ -111,7 +206,15 @@ void Engine::set_lease(Entry& entry, Lease lease) {
     stats_.device_bytes -= entry.source.nbytes;
     leases_.erase(entry.source.identity);
   }
+  note_peak();
 }
+
+void Engine::linger(const Entry& entry) {
+  copies_.at(entry.offload).lingering_bytes += entry.source.nbytes;
+  lingering_bytes_ += entry.source.nbytes;
+}
+
+void Engine::note_peak() { peak_held_bytes_ = held_bytes() == 0 ? 0 : std::max(peak_held_bytes_, held_bytes()); }
 
 void Engine::release_lease(Entry& entry, Commands& commands) {
   if (!entry.leased()) return;
@@ -134,33 +237,46 @@ void Engine::hold_restored(Entry& entry, bool held) {
 void Engine::finish_entry(Entry& entry, Commands& commands) {
   registry_.hide(entry);
   entry.dying = true;
+  if (entry.lease == Lease::kInFlight && value(entry.stream) != 0) {
+    // Nobody reads the copy any more; it only has to be over before the memory is somebody else's.
+    commands.push_back({.kind = CommandKind::kRecordStream, .storage = entry.id, .copy = entry.offload});
+    linger(entry);
+    release_lease(entry, commands);
+  }
   const bool copying = entry.lease == Lease::kInFlight;
   if (entry.leased() && !copying) {
     if (windows_[entry.source.device].remove(entry.id)) stats_.keep(KeepReason::kLast);
     set_found_held(entry, false);
     release_lease(entry, commands);
   }
-  if (entry.loading()) return;
+  const bool waits = entry.loading() && !(entry.restored == Restored::kLoading && value(entry.restored_stream) != 0);
+  if (waits) return;
   release_restored(entry, commands);
   if (copying) return;
 
-  for (const Block& block : entry.blocks) give_block(block);
+  for (const StoredRange& part : entry.stored) leave_parcel(entry, part.parcel);
+  for (const StoredRange& part : entry.copying) leave_parcel(entry, part.parcel);
   commands.push_back({.kind = CommandKind::kForget, .storage = entry.id});
   registry_.erase(entry.id);
 }
 
-std::optional<Block> Engine::take_block(std::uint64_t nbytes) {
-  std::optional<Block> block = space_->allocate(nbytes, config_.max_tier_bytes);
-  if (block) {
-    stats_.tier_bytes += nbytes;
-    stats_.peak_tier_bytes = std::max(stats_.peak_tier_bytes, stats_.tier_bytes);
-  }
-  return block;
+GroupStats& Engine::stats_of(std::size_t label) {
+  if (group_stats_.size() <= label) group_stats_.resize(label + 1);
+  return group_stats_[label];
 }
 
-void Engine::give_block(const Block& block) {
-  space_->free(block);
-  stats_.tier_bytes -= block.nbytes;
+void Engine::count_loaded(const RunningCopy& running) {
+  stats_.h2d_copies += running.crossings;
+  for (const Moved& moved : running.moved) {
+    stats_.h2d_bytes += moved.nbytes;
+    stats_of(moved.label).h2d_bytes += moved.nbytes;
+  }
+}
+
+void Engine::count_offloaded(const Moved& moved) {
+  stats_.d2h_bytes += moved.nbytes;
+  stats_of(moved.label).d2h_bytes += moved.nbytes;
+  if (space_->tier() == Tier::kFile) stats_.spilled_bytes += moved.nbytes;
 }
 
 }  // namespace ebbtide

@@ -1,4 +1,7 @@
 // Offloading: when a storage that left the window is copied, and when its memory is let go.
+#include <algorithm>
+#include <utility>
+
 #include "ebbtide/engine.h"
 
 namespace ebbtide {
@@ -6,9 +9,7 @@ namespace ebbtide {
 void Engine::look(Commands& commands, std::size_t parked) {
   for (auto& [device, window] : windows_) {
     // At once, however many are parked: most storages are free when they leave the window.
-    while (const std::optional<StorageId> left = window.pop_over(config_.keep_last_bytes)) {
-      probe(*registry_.find(*left), commands);
-    }
+    while (const std::optional<StorageId> left = pop_window(window)) probe(*registry_.find(*left), commands);
   }
   while (parked > 0 && !due_.empty()) {
     Entry* entry = registry_.find(due_.front());
@@ -17,6 +18,15 @@ void Engine::look(Commands& commands, std::size_t parked) {
     probe(*entry, commands);
     --parked;
   }
+}
+
+std::optional<StorageId> Engine::pop_window(Window& window) {
+  if (!config_.keep_last_groups || last_group_ == 0) return window.pop_over(config_.keep_last_bytes);
+  // A group that runs is not copied before it has ended: its storages are in use, and cross together.
+  const std::uint64_t ended = running_groups_ > 0 ? last_group_ - 1 : last_group_;
+  const std::uint64_t kept = *config_.keep_last_groups;
+  const std::uint64_t first_kept = kept == 0 ? ended + 1 : last_group_ >= kept ? last_group_ - kept + 1 : 0;
+  return window.pop_before(GroupId{first_kept});
 }
 
 void Engine::probe(Entry& entry, Commands& commands) {
@@ -28,7 +38,16 @@ Commands Engine::probed(StorageId storage, const ProbeAnswer& answer) {
   const std::lock_guard lock(mutex_);
   Commands commands;
   Entry* entry = registry_.find(storage);
-  if (entry == nullptr || entry->lease != Lease::kProbing) return commands;
+  if (entry == nullptr) return commands;
+  if (entry->lease == Lease::kInFlight && entry->asked) {
+    if (!answer.counted) {
+      commands.push_back({.kind = CommandKind::kWait, .storage = storage, .copy = entry->offload});
+    } else if (answer.same && answer.intact && !entry->abandoned && !held_by_others(*entry, answer)) {
+      let_go(*entry, commands);
+    }
+    return commands;
+  }
+  if (entry->lease != Lease::kProbing) return commands;
   if (!answer.same || !answer.intact) {
     leave_changed(*entry, answer, commands);
   } else if (held_by_others(*entry, answer)) {
@@ -37,86 +56,214 @@ Commands Engine::probed(StorageId storage, const ProbeAnswer& answer) {
     due_.push_back(storage);
   } else {
     set_found_held(*entry, false);
-    start_offload(*entry, commands);
+    leave_window(*entry, commands);
   }
   return commands;
 }
 
-void Engine::start_offload(Entry& entry, Commands& commands) {
-  const ByteRanges missing = entry.missing();
-  const std::optional<Block> block = take_block(missing.nbytes());
-  if (!block) {
-    keep_on_device(entry, commands);
+void Engine::leave_window(Entry& entry, Commands& commands) {
+  const std::uint64_t nbytes = entry.missing().nbytes();
+  if (nbytes == 0) {
+    release_lease(entry, commands);
+  } else if (nbytes >= config_.pack_below_bytes) {
+    offload({&entry}, commands);
+  } else {
+    set_lease(entry, Lease::kGathering);
+    gathering_.push_back(entry.id);
+    gathering_bytes_ += nbytes;
+    if (gathering_bytes_ >= config_.pack_bytes) gather_locked(commands);
+  }
+}
+
+Commands Engine::gather() {
+  const std::lock_guard lock(mutex_);
+  Commands commands;
+  gather_locked(commands);
+  return commands;
+}
+
+void Engine::gather_locked(Commands& commands) {
+  std::map<DeviceId, std::vector<Entry*>> packs;
+  std::map<DeviceId, std::uint64_t> nbytes;
+  for (const StorageId id : std::exchange(gathering_, {})) {
+    Entry* entry = registry_.find(id);
+    if (entry == nullptr || entry->lease != Lease::kGathering) continue;
+    const DeviceId device = entry->source.device;
+    const std::uint64_t more = entry->missing().nbytes();
+    if (nbytes[device] + more > config_.pack_bytes) {
+      offload(std::exchange(packs[device], {}), commands);
+      nbytes[device] = 0;
+    }
+    packs[device].push_back(entry);
+    nbytes[device] += more;
+  }
+  gathering_bytes_ = 0;
+  for (const auto& [device, pack] : packs) offload(pack, commands);
+}
+
+// All of `entries` lie on one device and cross in one copy.
+void Engine::offload(const std::vector<Entry*>& entries, Commands& commands) {
+  if (entries.empty() || start_offload(entries, commands)) return;
+  std::uint64_t nbytes = 0;
+  for (const Entry* entry : entries) nbytes += entry->missing().nbytes();
+  if (!make_room(nbytes, commands)) {
+    for (Entry* entry : entries) keep_on_device(*entry, commands);
     return;
   }
-  const Place source{Tier::kDevice, entry.source.address, 0};
+  std::vector<StorageId> waiting;
+  for (Entry* entry : entries) {
+    set_lease(*entry, Lease::kRoom);
+    waiting.push_back(entry->id);
+  }
+  waiting_offloads_.push_back(std::move(waiting));
+  bound_in_flight(commands);
+}
+
+bool Engine::start_offload(const std::vector<Entry*>& entries, Commands& commands) {
+  const bool packed = entries.size() > 1;
+  std::vector<PackPart> parts;
+  for (const Entry* entry : entries) {
+    parts.push_back({{Tier::kDevice, entry->source.address, 0}, entry->missing()});
+  }
+  PackLayout layout;
+  if (packed) {
+    layout = pack_layout(parts);
+  } else {
+    layout.parts.emplace_back();
+    for (const ByteRange& range : parts.front().ranges.ranges()) {
+      layout.parts.front().push_back({range, layout.nbytes});
+      layout.nbytes += range.nbytes();
+    }
+  }
+  const std::optional<Block> block = take_block(layout.nbytes);
+  if (!block) return false;
+
   const CopyId copy{++last_copy_};
-  entry.offload = copy;
-  entry.copying = missing;
-  entry.copying_block = *block;
-  set_lease(entry, Lease::kInFlight);
-  in_flight_bytes_ += entry.source.nbytes;
-  copies_[copy] = {entry.id, false};
-  Command command{.kind = CommandKind::kCopy,
-                  .storage = entry.id,
-                  .copy = copy,
-                  .plan = plan_offload(source, missing, block->place)};
-  for (const SavedEvent& saved : entry.events) command.after.push_back(saved.event);
-  entry.events.clear();
+  const ParcelId id{++last_parcel_};
+  Parcel& parcel = parcels_[id];
+  parcel.id = id;
+  parcel.nbytes = layout.nbytes;
+  parcel.packed = packed;
+  parcel.block = *block;
+  parcel.filling = copy;
+  Command command{.kind = CommandKind::kCopy, .storage = entries.front()->id, .copy = copy, .hop = Hop::kOffload};
+  command.plan = packed ? plan_packed_offload(parts, layout, block->place)
+                        : plan_offload(parts.front().storage, parts.front().ranges, block->place);
+  std::map<StreamRef, EventId> after;
+  RunningCopy running{.hop = Hop::kOffload, .moved = {}, .parcel = id, .crossings = crossing_copies(command.plan)};
+  for (std::size_t i = 0; i < entries.size(); ++i) {
+    Entry& entry = *entries[i];
+    entry.offload = copy;
+    for (const PackedRange& range : layout.parts[i]) entry.copying.push_back({range.range, id, range.byte_offset});
+    // Of one stream the latest event covers the others.
+    for (const SavedEvent& saved : entry.events) after[saved.stream] = std::max(after[saved.stream], saved.event);
+    entry.events.clear();
+    entry.asked = false;
+    entry.abandoned = false;
+    set_lease(entry, Lease::kInFlight);
+    parcel.members.push_back(entry.id);
+    command.storages.push_back(entry.id);
+    running.moved.push_back({entry.id, parts[i].ranges.nbytes(), entry.label});
+  }
+  for (const auto& [stream, event] : after) command.after.push_back(event);
+  copies_[copy] = std::move(running);
   commands.push_back(std::move(command));
   bound_in_flight(commands);
+  return true;
 }
 
 void Engine::bound_in_flight(Commands& commands) {
   std::uint64_t in_flight = in_flight_bytes_;
+  if (in_flight > config_.in_flight_bytes && !waiting_offloads_.empty() && !copies_.empty()) {
+    // There will be room, if at all, when something that runs is done.
+    const auto& [copy, running] = *copies_.begin();
+    commands.push_back({.kind = CommandKind::kWait, .storage = running.moved.front().storage, .copy = copy});
+  }
   for (const auto& [copy, running] : copies_) {
     if (in_flight <= config_.in_flight_bytes) return;
-    if (running.to_device) continue;
-    commands.push_back({.kind = CommandKind::kWait, .storage = running.storage, .copy = copy});
-    in_flight -= registry_.find(running.storage)->source.nbytes;
+    if (running.hop != Hop::kOffload) continue;
+    const StorageId first = running.moved.front().storage;
+    bool waits = false;
+    for (const Moved& moved : running.moved) {
+      Entry* entry = registry_.find(moved.storage);
+      if (entry == nullptr || entry->offload != copy || entry->lease != Lease::kInFlight) continue;
+      in_flight -= std::min(in_flight, entry->source.nbytes);
+      // Memory let go of in device order is free no sooner than the copy is done: only waiting bounds it.
+      if (value(entry->stream) == 0 || config_.in_flight_bytes > 0) {
+        waits = true;
+      } else if (!entry->asked) {
+        entry->asked = true;
+        commands.push_back({.kind = CommandKind::kProbe, .storage = entry->id});
+      }
+    }
+    if (waits) commands.push_back({.kind = CommandKind::kWait, .storage = first, .copy = copy});
   }
 }
 
-Commands Engine::completed(CopyId copy, bool ok, const ProbeAnswer& answer) {
-  const std::lock_guard lock(mutex_);
-  Commands commands;
-  const auto found = copies_.find(copy);
-  if (found == copies_.end()) return commands;
-  const RunningCopy running = found->second;
-  copies_.erase(found);
-  Entry& entry = *registry_.find(running.storage);
-  if (running.to_device) {
-    finish_load(entry, ok, commands);
-  } else {
-    finish_offload(entry, ok, answer, commands);
+// Nobody else holds the storage, so nobody can write to it: its memory may go to others in device order.
+void Engine::let_go(Entry& entry, Commands& commands) {
+  ByteRanges missing = entry.missing();
+  for (const StoredRange& part : entry.copying) missing.subtract(part.range);
+  if (!missing.empty()) return;
+  for (const StoredRange& part : std::exchange(entry.copying, {})) {
+    entry.stored.push_back(part);
+    entry.valid.add(part.range);
   }
-  return commands;
+  stats_.freed_bytes += entry.source.nbytes;
+  count_let_go(entry);
+  linger(entry);
+  commands.push_back(
+      {.kind = CommandKind::kRecordStream, .storage = entry.id, .copy = std::exchange(entry.offload, {})});
+  release_lease(entry, commands);
 }
 
-void Engine::finish_offload(Entry& entry, bool ok, const ProbeAnswer& answer, Commands& commands) {
-  in_flight_bytes_ -= entry.source.nbytes;
-  const ByteRanges copied = entry.copying;
-  const Block block = entry.copying_block;
-  entry.copying.clear();
-  entry.copying_block = {};
+void Engine::count_let_go(const Entry& entry) {
+  RunningCopy& running = copies_.at(entry.offload);
+  for (Moved& moved : running.moved) {
+    if (moved.storage != entry.id) continue;
+    count_offloaded(moved);
+    moved.counted = true;
+  }
+  if (!running.counted) stats_.d2h_copies += running.crossings;
+  running.counted = true;
+}
+
+// The copy failed after its storage was let go of: the bytes are nowhere.
+void Engine::lose(Entry& entry, ParcelId parcel, CopyId copy, Commands& commands) {
+  for (const StoredRange& part : entry.stored) {
+    if (part.parcel != parcel) continue;
+    entry.valid.subtract(part.range);
+    entry.restored_valid.subtract(part.range);
+  }
+  std::erase_if(entry.stored, [parcel](const StoredRange& part) { return part.parcel == parcel; });
+  leave_parcel(entry, parcel);
+  if (entry.loading()) fail_load(entry.load, copy, 0, commands);
+}
+
+// Whether the bytes are used.
+bool Engine::finish_offload(Entry& entry, const Moved& moved, ParcelId parcel, bool ok, const ProbeAnswer& answer,
+                            Commands& commands) {
+  const std::vector<StoredRange> copied = std::exchange(entry.copying, {});
+  entry.offload = {};
   set_lease(entry, Lease::kDue);
-
-  if (!ok || !answer.same || !answer.intact) {
-    give_block(block);
+  const bool used = ok && answer.same && answer.intact && !entry.abandoned;
+  if (!used) {
+    leave_parcel(entry, parcel);
     if (!answer.same || !answer.intact) {
       leave_changed(entry, answer, commands);
     } else if (entry.dying) {
       pin(entry);
+    } else if (ok) {
+      due_.push_back(entry.id);
     } else {
       keep_on_device(entry, commands);
     }
   } else {
-    for (const CopiedSpan& span : copied_spans(copied, block.place)) entry.copied.push_back(span);
-    entry.valid.add(copied);
-    entry.blocks.push_back(block);
-    stats_.d2h_copies += copied.ranges().size();
-    stats_.d2h_bytes += copied.nbytes();
-    if (block.place.tier == Tier::kFile) stats_.spilled_bytes += copied.nbytes();
+    for (const StoredRange& part : copied) {
+      entry.stored.push_back(part);
+      entry.valid.add(part.range);
+    }
+    count_offloaded(moved);
     if (entry.missing().empty()) {
       (held_by_others(entry, answer) ? stats_.unfreed_bytes : stats_.freed_bytes) += entry.source.nbytes;
       release_lease(entry, commands);
@@ -125,6 +272,7 @@ void Engine::finish_offload(Entry& entry, bool ok, const ProbeAnswer& answer, Co
     }
   }
   if (entry.dying) finish_entry(entry, commands);
+  return used;
 }
 
 void Engine::leave_changed(Entry& entry, const ProbeAnswer& answer, Commands& commands) {

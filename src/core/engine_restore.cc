@@ -1,21 +1,13 @@
 // Restoring: where a ticket's bytes are now, and what is loaded ahead of being asked for.
+#include <algorithm>
+#include <limits>
+
 #include "ebbtide/engine.h"
 #include "ebbtide/error.h"
 
 namespace ebbtide {
 
-namespace {
-
-// How far back a guess looks past entries that need no load.
-constexpr int kPrefetchSteps = 64;
-
-std::uint64_t load_bytes(const Entry& entry) { return entry.valid.span().end; }
-
-std::uint64_t load_residue(const Entry& entry) { return entry.source.address % kAlignmentBytes; }
-
-}  // namespace
-
-RestoreVerdict Engine::restore(TicketId ticket, PassId pass, bool live, bool shared) {
+RestoreVerdict Engine::restore(TicketId ticket, PassId pass, bool live, bool shared, StreamRef stream) {
   const std::lock_guard lock(mutex_);
   TicketRecord* record = registry_.ticket(ticket);
   if (record == nullptr) {
@@ -27,40 +19,63 @@ RestoreVerdict Engine::restore(TicketId ticket, PassId pass, bool live, bool sha
 
   RestoreVerdict verdict;
   verdict.storage = entry.id;
+  const bool has_streams = value(stream) != 0;
+  // In device order a load is as good as done once it was started.
+  const bool usable = entry.restored == Restored::kReady || (has_streams && entry.restored == Restored::kLoading);
   if (live) {
     verdict.outcome = RestoreOutcome::kLive;
     ++stats_.live_hits;
-    // Whoever gets the storage may resize or write it: not under a copy that reads it.
-    if (entry.lease == Lease::kInFlight) {
-      verdict.commands.push_back({.kind = CommandKind::kWait, .storage = entry.id, .copy = entry.offload});
-    }
-  } else if (entry.loading()) {
-    verdict.outcome = RestoreOutcome::kPending;
-    if (entry.restored == Restored::kLoading) verdict.load = entry.load;
-    entry.unwanted = false;
-    // A guess of a pass that is over: from now on it is for this one, and is kept when it arrives.
-    if (value(pass) != 0) begin_claims(entry, pass);
-    return verdict;
-  } else if (shared && entry.restored == Restored::kReady && entry.restored_valid.contains(range)) {
+    give_saved(entry, verdict.commands);
+  } else if (shared && usable && entry.restored_valid.contains(range)) {
     verdict.outcome = RestoreOutcome::kShared;
     verdict.load = entry.load;
     if (entry.guess_bytes > 0) ++stats_.prefetch_hits;
     no_longer_guess(entry);
+    order_after_load(entry, stream, verdict.commands);
+  } else if (entry.loading() && (!usable || entry.restored_held)) {
+    verdict.outcome = RestoreOutcome::kPending;
+    verdict.load = entry.load;
+    const auto load = loads_.find(entry.load);
+    verdict.allocating = load != loads_.end() && load->second.allocating > 0;
+    entry.unwanted = false;
+    // A guess of a pass that is over: from now on it is for this one, and is kept when it arrives.
+    if (value(pass) != 0) begin_claims(entry, pass);
+    return verdict;
   } else if (entry.valid.contains(range)) {
     verdict.outcome = RestoreOutcome::kLoad;
-    verdict.nbytes = load_bytes(entry);
-    verdict.residue = load_residue(entry);
+    verdict.residue = entry.source.address % kAlignmentBytes;
+    verdict.stream = entry.stream;
     ++stats_.prefetch_misses;
-    begin_load(entry, false);
+    ++stats_of(entry.label).prefetch_misses;
+    claim(entry, *record, pass);
+    verdict.load = begin_load(entry, pass, false, verdict.commands).copy;
+    verdict.nbytes = entry.restored_valid.span().end;
+    entry.asked_on = stream;
   } else {
     throw Error(ErrorKind::kDevice, "[Engine.restore] storage " + std::to_string(value(entry.id)) + ": " +
                                         format_bytes(range.nbytes()) +
                                         " are neither on the device nor in a tier: run the forward again");
   }
   claim(entry, *record, pass);
-  if (entry.unserved == 0 && entry.restored == Restored::kReady) release_restored(entry, verdict.commands);
+  if (entry.unserved == 0) release_restored(entry, verdict.commands);
   if (value(pass) != 0) prefetch(entry, pass, verdict.commands);
   return verdict;
+}
+
+// Whoever is given the saved storage may resize or write it.
+void Engine::give_saved(Entry& entry, Commands& commands) {
+  if (entry.lease == Lease::kInFlight && value(entry.stream) == 0) {
+    // Not under a copy that reads it.
+    commands.push_back({.kind = CommandKind::kWait, .storage = entry.id, .copy = entry.offload});
+  } else if (entry.lease == Lease::kInFlight) {
+    // Waiting would hold up the device for bytes that are probably not needed any more: the copy is not used.
+    entry.abandoned = true;
+  } else if (entry.lease == Lease::kGathering || entry.lease == Lease::kRoom) {
+    std::erase(gathering_, entry.id);
+    for (std::vector<StorageId>& waiting : waiting_offloads_) std::erase(waiting, entry.id);
+    set_lease(entry, Lease::kDue);
+    due_.push_back(entry.id);
+  }
 }
 
 void Engine::claim(Entry& entry, TicketRecord& ticket, PassId pass) {
@@ -77,117 +92,67 @@ void Engine::begin_claims(Entry& entry, PassId pass) {
   entry.unserved = entry.live_tickets;
 }
 
-void Engine::begin_load(Entry& entry, bool guess) {
-  registry_.unbind_restored(entry);
-  no_longer_guess(entry);
-  entry.restored = Restored::kAllocating;
-  // What is copied or saved from now on is not part of this load: no memory is asked for it.
-  entry.restored_valid = entry.valid;
-  entry.unwanted = false;
-  if (!guess) return;
-  entry.guess_bytes = load_bytes(entry);
-  guessed_bytes_[entry.source.device] += entry.guess_bytes;
-}
-
-Commands Engine::allocated(StorageId storage, const StorageRef& restored, StreamRef stream) {
-  const std::lock_guard lock(mutex_);
-  Commands commands;
-  Entry* entry = registry_.find(storage);
-  if (entry == nullptr || entry->restored != Restored::kAllocating) return commands;
-  if (entry->dying) {
-    finish_load(*entry, false, commands);
-    return commands;
+void Engine::order_after_load(Entry& entry, StreamRef stream, Commands& commands) {
+  if (value(stream) == 0 || std::ranges::find(entry.ordered, stream) != entry.ordered.end()) return;
+  entry.ordered.push_back(stream);
+  if (entry.restored == Restored::kLoading) {
+    commands.push_back({.kind = CommandKind::kWait, .storage = entry.id, .copy = entry.load, .stream = stream});
   }
-  if (restored.nbytes < entry->restored_valid.span().end) {
-    throw Error(ErrorKind::kUsage, "[Engine.allocated] storage " + std::to_string(value(storage)) + ": got " +
-                                       format_bytes(restored.nbytes) + ", asked for " +
-                                       format_bytes(entry->restored_valid.span().end) + ": allocate what kLoad says");
-  }
-  hold_restored(*entry, false);
-  registry_.bind_restored(*entry, restored);
-  hold_restored(*entry, true);
-  entry->restored = Restored::kLoading;
-  entry->restored_epoch = EpochId{last_epoch_};
-  entry->load = CopyId{++last_copy_};
-  copies_[entry->load] = {storage, true};
-  load_changed_.notify_all();
-  std::vector<EventId> after;
-  if (value(stream) != 0) {
-    const EventId event{++last_event_};
-    after.push_back(event);
-    commands.push_back({.kind = CommandKind::kRecord, .storage = storage, .event = event, .stream = stream});
-  }
-  commands.push_back({.kind = CommandKind::kCopy,
-                      .storage = storage,
-                      .copy = entry->load,
-                      .to_device = true,
-                      .after = std::move(after),
-                      .plan = plan_restore(entry->to_load(), {Tier::kDevice, restored.address, 0})});
-  return commands;
-}
-
-Commands Engine::allocation_failed(StorageId storage) {
-  const std::lock_guard lock(mutex_);
-  Commands commands;
-  Entry* entry = registry_.find(storage);
-  if (entry == nullptr || entry->restored != Restored::kAllocating) return commands;
-  const bool guess = entry->guess_bytes > 0;
-  finish_load(*entry, false, commands);
-  if (!guess) release_unclaimed(commands);
-  return commands;
-}
-
-void Engine::finish_load(Entry& entry, bool ok, Commands& commands) {
-  if (ok) {
-    entry.restored = Restored::kReady;
-    stats_.h2d_copies += entry.to_load().size();
-    stats_.h2d_bytes += entry.restored_valid.nbytes();
-    if (entry.unwanted || value(entry.pass) == 0 || entry.unserved == 0) release_restored(entry, commands);
-  } else {
-    registry_.unbind_restored(entry);
-    entry.restored = Restored::kNone;
-    release_restored(entry, commands);
-  }
-  load_changed_.notify_all();
-  if (entry.dying) finish_entry(entry, commands);
-}
-
-bool Engine::wait_allocated(StorageId storage, std::chrono::milliseconds limit) {
-  std::unique_lock lock(mutex_);
-  return load_changed_.wait_for(lock, limit, [&] {
-    const Entry* entry = registry_.find(storage);
-    return entry == nullptr || entry->restored != Restored::kAllocating;
-  });
-}
-
-void Engine::wait_loaded(StorageId storage) {
-  std::unique_lock lock(mutex_);
-  load_changed_.wait(lock, [&] {
-    const Entry* entry = registry_.find(storage);
-    return entry == nullptr || !entry->loading();
-  });
+  if (stream == entry.restored_stream) return;
+  commands.push_back({.kind = CommandKind::kRecordStream, .storage = entry.id, .copy = entry.load, .stream = stream});
 }
 
 void Engine::prefetch(const Entry& after, PassId pass, Commands& commands) {
-  if (guessed_bytes_[after.source.device] >= config_.prefetch_bytes) return;
-  int steps = kPrefetchSteps;
-  registry_.walk_back(after.id, [&](Entry& entry) {
-    if (--steps < 0) return false;
-    const bool served = entry.pass == pass && entry.unserved == 0;
-    const bool needs_load = !entry.leased() && !entry.valid.empty() && !entry.restored_held && !entry.loading();
-    // Somebody may hold what this pass was given before: its other views must be views of that.
-    const bool given = entry.pass == pass && entry.restored == Restored::kReady;
-    if (entry.epoch != after.epoch || entry.dying || served || given || !needs_load) return true;
-    // In order of need: what does not fit is not overtaken by an older one of the same device.
-    const DeviceId device = entry.source.device;
-    if (guessed_bytes_[device] + load_bytes(entry) > config_.prefetch_bytes) return device != after.source.device;
-    begin_claims(entry, pass);
-    begin_load(entry, true);
-    commands.push_back({.kind = CommandKind::kAlloc,
-                        .storage = entry.id,
-                        .nbytes = load_bytes(entry),
-                        .residue = load_residue(entry)});
-    return true;
+  const bool by_groups = config_.prefetch_groups && after.group_in_epoch > 0;
+  std::uint64_t ahead = 0;
+  for (const auto& [device, window] : windows_) {
+    bool hole = false;
+    // A group may be asked for from its middle on.
+    const std::uint64_t begin = by_groups ? std::numeric_limits<std::uint64_t>::max() : after.need;
+    const auto [found, fresh] = guessed_to_.try_emplace({pass, after.epoch, device}, begin);
+    std::uint64_t& reached = found->second;
+    reached = std::min(reached, begin);
+    registry_.walk_back(reached, [&](Entry& entry) {
+      const bool later = by_groups && entry.group_in_epoch > after.group_in_epoch;
+      if (entry.epoch == after.epoch && entry.source.device == device && !later) {
+        if (left_over(entry)) begin_claims(entry, pass);
+        if (wants_load(entry, pass)) {
+          // In order of need: what does not fit is not overtaken by an older one.
+          const std::uint64_t nbytes = entry.valid.span().end;
+          if (by_groups) {
+            const bool near = entry.group_in_epoch + *config_.prefetch_groups >= after.group_in_epoch;
+            if (!near && held_bytes() + ahead + nbytes > peak_held_bytes_) return false;
+          } else if (!may_guess(device, nbytes)) {
+            release_left_over(commands);
+            if (!may_guess(device, nbytes)) return false;
+          }
+          ahead += nbytes;
+          begin_claims(entry, pass);
+          static_cast<void>(begin_load(entry, pass, true, commands));
+        }
+        // Its copy is still on the way: by the next time it may have to be loaded.
+        hole |= entry.lease == Lease::kInFlight || entry.lease == Lease::kRoom || entry.lease == Lease::kGathering;
+      }
+      if (!hole) reached = entry.need;
+      return true;
+    });
+  }
+}
+
+bool Engine::may_guess(DeviceId device, std::uint64_t nbytes) {
+  const std::uint64_t guessed = guessed_bytes_[device];
+  if (guessed == 0) return config_.prefetch_bytes > 0;
+  return guessed + nbytes <= config_.prefetch_bytes;
+}
+
+// Loaded on a guess by a backward that is over. Where several forwards ran in one context, the next may need it.
+bool Engine::left_over(const Entry& entry) {
+  return value(entry.pass) == 0 && entry.guess_bytes > 0 && !entry.unwanted;
+}
+
+void Engine::release_left_over(Commands& commands) {
+  registry_.for_each([&](Entry& entry) {
+    if (left_over(entry)) release_restored(entry, commands);
   });
 }
 
@@ -196,31 +161,55 @@ void Engine::no_longer_guess(Entry& entry) {
   entry.guess_bytes = 0;
 }
 
+// Lets go of what was loaded, where that can be done in device order or the load is done.
 void Engine::release_restored(Entry& entry, Commands& commands) {
+  const bool started = entry.restored == Restored::kLoading && value(entry.restored_stream) != 0;
+  if (entry.loading() && !started) return;
   no_longer_guess(entry);
   if (!entry.restored_held) return;
+  // The memory goes back to the pool of this stream.
+  if (started) order_after_load(entry, entry.restored_stream, commands);
   hold_restored(entry, false);
   commands.push_back({.kind = CommandKind::kReleaseRestored, .storage = entry.id, .copy = entry.load});
 }
 
 void Engine::release_unclaimed(Commands& commands) {
+  fail_guesses(commands);
   registry_.for_each([&](Entry& entry) {
-    if (entry.restored == Restored::kReady) release_restored(entry, commands);
-    if (entry.guess_bytes == 0 || entry.restored != Restored::kLoading) return;
-    entry.unwanted = true;
-    commands.push_back({.kind = CommandKind::kWait, .storage = entry.id, .copy = entry.load});
+    release_restored(entry, commands);
+    if (entry.guess_bytes > 0 && entry.restored == Restored::kLoading) {
+      entry.unwanted = true;
+      commands.push_back({.kind = CommandKind::kWait, .storage = entry.id, .copy = entry.load});
+    }
+    // Its memory is free once the copy is done.
+    if (entry.lease == Lease::kInFlight && value(entry.stream) != 0) {
+      commands.push_back({.kind = CommandKind::kWait, .storage = entry.id, .copy = entry.offload});
+    }
   });
+}
+
+// Gives up loads that were not started and that nobody has asked for.
+void Engine::fail_guesses(Commands& commands) {
+  std::vector<CopyId> guesses;
+  for (const auto& [copy, load] : loads_) {
+    const auto guessed = [this](StorageId id) { return registry_.find(id)->guess_bytes > 0; };
+    if (!load.started && std::ranges::all_of(load.members, guessed)) guesses.push_back(copy);
+  }
+  for (const CopyId copy : guesses) fail_load(copy, {}, 0, commands);
 }
 
 Commands Engine::end_pass(PassId pass) {
   const std::lock_guard lock(mutex_);
   Commands commands;
+  std::erase_if(guessed_to_, [pass](const auto& item) { return std::get<PassId>(item.first) == pass; });
   registry_.for_each([&](Entry& entry) {
     if (entry.pass != pass) return;
     entry.pass = PassId{};
     entry.unserved = 0;
-    if (entry.restored == Restored::kReady) release_restored(entry, commands);
+    const bool bounded = guessed_bytes_[entry.source.device] <= config_.prefetch_bytes;
+    if (!left_over(entry) || !bounded) release_restored(entry, commands);
   });
+  retry_waiting(commands);
   return commands;
 }
 

@@ -39,8 +39,12 @@ SaveVerdict Engine::save(const SaveRequest& request) {
   Entry* entry = find_join(request, range);
   if (entry == nullptr) {
     entry = &registry_.create(request.storage, request.version, request.epoch);
+    entry->stream = request.stream;
+    entry->label = request.label;
+    entry->group = GroupId{last_group_};
     verdict.outcome = SaveOutcome::kNew;
     ++stats_.storages;
+    ++stats_of(entry->label).storages;
   } else {
     verdict.outcome = SaveOutcome::kJoined;
     const auto equal = [&](const SavedView& view) { return view.extent == range && view.meta == request.view; };
@@ -50,6 +54,7 @@ SaveVerdict Engine::save(const SaveRequest& request) {
       verdict.outcome = SaveOutcome::kDuplicate;
       verdict.storage = entry->id;
       verdict.ticket = issue(*entry, static_cast<std::uint32_t>(found - entry->views.begin()));
+      follow(*entry, request, false, verdict.commands);
       look(verdict.commands, config_.probes_per_save);
       return verdict;
     }
@@ -57,7 +62,7 @@ SaveVerdict Engine::save(const SaveRequest& request) {
   entry->views.push_back({request.view, range});
   verdict.storage = entry->id;
   verdict.ticket = issue(*entry, static_cast<std::uint32_t>(entry->views.size() - 1));
-  want(*entry, range, request.stream, verdict);
+  want(*entry, range, request, verdict);
   look(verdict.commands, config_.probes_per_save);
   return verdict;
 }
@@ -73,9 +78,10 @@ Entry* Engine::find_join(const SaveRequest& request, ByteRange range) {
   Entry* entry = registry_.find_restored(request.storage.identity);
   if (entry == nullptr) return nullptr;
   // Loaded before this epoch began, it may have been written to since in a way that no counter sees.
-  const bool joins = !request.spoiled && entry->version == request.version &&
-                     value(request.epoch) <= value(entry->restored_epoch) && entry->restored == Restored::kReady &&
-                     same_memory(entry->restored_ref, request.storage) && entry->restored_valid.contains(range);
+  const bool joins =
+      !request.spoiled && entry->version == request.version && value(request.epoch) <= value(entry->restored_epoch) &&
+      (entry->restored == Restored::kReady || (entry->restored == Restored::kLoading && value(request.stream) != 0)) &&
+      same_memory(entry->restored_ref, request.storage) && entry->restored_valid.contains(range);
   return joins ? entry : nullptr;
 }
 
@@ -86,27 +92,45 @@ TicketId Engine::issue(Entry& entry, std::uint32_t view) {
   return ticket;
 }
 
-void Engine::want(Entry& entry, ByteRange range, StreamRef stream, SaveVerdict& verdict) {
+void Engine::want(Entry& entry, ByteRange range, const SaveRequest& request, SaveVerdict& verdict) {
   const std::uint64_t before = entry.wanted.nbytes();
   entry.wanted.add(range);
   const std::uint64_t added = entry.wanted.nbytes() - before;
+  follow(entry, request, added > 0, verdict.commands);
   if (added == 0) return;
   stats_.unique_bytes += added;
-  if (value(stream) != 0) {
-    const EventId event{++last_event_};
-    // A later event of the same stream covers an earlier one; events of two streams say nothing about each other.
-    std::erase_if(entry.events, [stream](const SavedEvent& saved) { return saved.stream == stream; });
-    entry.events.push_back({stream, event});
-    verdict.commands.push_back({.kind = CommandKind::kRecord, .storage = entry.id, .event = event, .stream = stream});
-  }
+  stats_of(entry.label).unique_bytes += added;
   Window& window = windows_[entry.source.device];
   if (entry.lease == Lease::kWindow) {
     window.grow(entry.id, added);
   } else if (!entry.leased()) {
     set_lease(entry, Lease::kWindow);
-    window.push(entry.id, added);
+    window.push(entry.id, added, entry.group);
     verdict.lease = true;
   }
+}
+
+// Notes from where and when the storage was saved.
+void Engine::follow(Entry& entry, const SaveRequest& request, bool new_bytes, Commands& commands) {
+  const GroupId group{last_group_};
+  if (entry.group != group && entry.lease == Lease::kWindow) windows_[entry.source.device].move_to(entry.id, group);
+  registry_.renew(entry, group);
+  if (const auto found = groups_in_epoch_.find(entry.epoch); found != groups_in_epoch_.end()) {
+    entry.group_in_epoch = found->second;
+  }
+  if (request.storage.identity != entry.source.identity) return order_after_load(entry, request.stream, commands);
+  if (value(request.stream) == 0 || (!new_bytes && request.stream == entry.stream)) return;
+  if (!new_bytes && (!entry.leased() || entry.lease == Lease::kInFlight)) {
+    // It is read on another stream than the first, and no copy comes after that.
+    commands.push_back({.kind = CommandKind::kRecordStream, .storage = entry.id, .stream = request.stream});
+    return;
+  }
+  // The copy, and with it the end of the lease, comes after.
+  const EventId event{++last_event_};
+  // A later event of the same stream covers an earlier one; events of two streams say nothing about each other.
+  std::erase_if(entry.events, [&](const SavedEvent& saved) { return saved.stream == request.stream; });
+  entry.events.push_back({request.stream, event});
+  commands.push_back({.kind = CommandKind::kRecord, .storage = entry.id, .event = event, .stream = request.stream});
 }
 
 }  // namespace ebbtide

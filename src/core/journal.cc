@@ -11,6 +11,12 @@ struct Answer {
 
   std::string operator()(const calls::BeginEpoch&) const { return std::to_string(value(engine.begin_epoch())); }
   std::string operator()(const calls::EndEpoch& call) const { return to_string(engine.end_epoch(call.epoch)); }
+  std::string operator()(const calls::BeginGroup& call) const {
+    return to_string(engine.begin_group(call.epoch, call.label));
+  }
+  std::string operator()(const calls::EndGroup&) const { return to_string(engine.end_group()); }
+  std::string operator()(const calls::Gather&) const { return to_string(engine.gather()); }
+  std::string operator()(const calls::Grown& call) const { return to_string(engine.grown(call.ok)); }
   std::string operator()(const calls::Kept& call) const {
     engine.kept(call.reason, call.nbytes);
     return "";
@@ -21,16 +27,16 @@ struct Answer {
     return to_string(engine.probed(call.storage, call.answer));
   }
   std::string operator()(const calls::Completed& call) const {
-    return to_string(engine.completed(call.copy, call.ok, call.answer));
+    return to_string(engine.completed(call.copy, call.ok, call.answers));
   }
   std::string operator()(const calls::Allocated& call) const {
-    return to_string(engine.allocated(call.storage, call.restored, call.stream));
+    return to_string(engine.allocated(call.storage, call.load, call.restored, call.stream));
   }
   std::string operator()(const calls::AllocationFailed& call) const {
-    return to_string(engine.allocation_failed(call.storage));
+    return to_string(engine.allocation_failed(call.storage, call.load));
   }
   std::string operator()(const calls::Restore& call) const {
-    return to_string(engine.restore(call.ticket, call.pass, call.live, call.shared));
+    return to_string(engine.restore(call.ticket, call.pass, call.live, call.shared, call.stream));
   }
   std::string operator()(const calls::EndPass& call) const { return to_string(engine.end_pass(call.pass)); }
 };

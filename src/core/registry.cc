@@ -4,12 +4,12 @@ namespace ebbtide {
 
 ByteRanges Entry::missing() const { return wanted.minus(valid); }
 
-std::vector<CopiedSpan> Entry::to_load() const {
-  std::vector<CopiedSpan> spans;
-  for (const CopiedSpan& span : copied) {
-    if (restored_valid.contains(span.range)) spans.push_back(span);
+std::vector<StoredRange> Entry::to_load() const {
+  std::vector<StoredRange> ranges;
+  for (const StoredRange& part : stored) {
+    if (restored_valid.contains(part.range)) ranges.push_back(part);
   }
-  return spans;
+  return ranges;
 }
 
 Entry& Registry::create(const StorageRef& source, std::uint64_t version, EpochId epoch) {
@@ -20,6 +20,8 @@ Entry& Registry::create(const StorageRef& source, std::uint64_t version, EpochId
   entry.version = version;
   entry.epoch = epoch;
   saved_[{source.identity, epoch}] = id;
+  entry.need = ++last_need_;
+  by_need_[entry.need] = &entry;
   return entry;
 }
 
@@ -27,6 +29,7 @@ void Registry::erase(StorageId storage) {
   Entry* entry = find(storage);
   if (entry == nullptr) return;
   hide(*entry);
+  by_need_.erase(entry->need);
   entries_.erase(storage);
 }
 
@@ -85,9 +88,17 @@ void Registry::revoke(TicketId ticket) {
   tickets_.erase(found);
 }
 
-void Registry::walk_back(StorageId storage, const std::function<bool(Entry&)>& visit) {
-  for (auto it = entries_.lower_bound(storage); it != entries_.begin();) {
-    if (!visit((--it)->second)) return;
+void Registry::renew(Entry& entry, GroupId group) {
+  entry.group = group;
+  if (entry.need == last_need_) return;
+  by_need_.erase(entry.need);
+  entry.need = ++last_need_;
+  by_need_[entry.need] = &entry;
+}
+
+void Registry::walk_back(std::uint64_t need, const std::function<bool(Entry&)>& visit) {
+  for (auto it = by_need_.lower_bound(need); it != by_need_.begin();) {
+    if (!visit(*(--it)->second)) return;
   }
 }
 

@@ -9,6 +9,8 @@ void Stats::reset() {
   fresh.device_bytes = device_bytes;
   fresh.tier_bytes = tier_bytes;
   fresh.peak_tier_bytes = tier_bytes;
+  fresh.backing_bytes = backing_bytes;
+  fresh.peak_backing_bytes = backing_bytes;
   *this = fresh;
 }
 

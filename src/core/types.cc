@@ -13,6 +13,8 @@ std::string to_string(Tier tier) {
       return "host";
     case Tier::kFile:
       return "file";
+    case Tier::kStaging:
+      return "staging";
   }
   return "unknown";
 }

@@ -4,8 +4,8 @@
 
 namespace ebbtide {
 
-void Window::push(StorageId storage, std::uint64_t nbytes) {
-  order_.push_back({storage, nbytes});
+void Window::push(StorageId storage, std::uint64_t nbytes, GroupId group) {
+  order_.push_back({storage, nbytes, group});
   places_[value(storage)] = std::prev(order_.end());
   nbytes_ += nbytes;
 }
@@ -15,6 +15,13 @@ void Window::grow(StorageId storage, std::uint64_t nbytes) {
   if (found == places_.end()) return;
   found->second->nbytes += nbytes;
   nbytes_ += nbytes;
+}
+
+void Window::move_to(StorageId storage, GroupId group) {
+  const auto found = places_.find(value(storage));
+  if (found == places_.end()) return;
+  found->second->group = group;
+  order_.splice(order_.end(), order_, found->second);
 }
 
 bool Window::remove(StorageId storage) {
@@ -28,6 +35,14 @@ bool Window::remove(StorageId storage) {
 
 std::optional<StorageId> Window::pop_over(std::uint64_t keep_last_bytes) {
   if (order_.empty() || nbytes_ <= keep_last_bytes) return std::nullopt;
+  if (order_.size() == 1 && keep_last_bytes > 0) return std::nullopt;
+  const StorageId oldest = order_.front().storage;
+  remove(oldest);
+  return oldest;
+}
+
+std::optional<StorageId> Window::pop_before(GroupId first_kept) {
+  if (order_.empty() || order_.front().group >= first_kept) return std::nullopt;
   const StorageId oldest = order_.front().storage;
   remove(oldest);
   return oldest;

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "ebbtide/error.h"
+#include "ebbtide/host_pool.h"
 
 namespace ebbtide {
 namespace {
@@ -41,16 +42,59 @@ void copy_span(const CopySpan& span, SpillFile* file) {
   }
 }
 
-std::exception_ptr copy_all(const Plan& plan, SpillFile* file) {
-  try {
-    for (const CopySpan& span : plan) copy_span(span, file);
-    return nullptr;
-  } catch (...) {
-    return std::current_exception();
-  }
+bool stages_for_file(const CopySpan& span) {
+  return (span.src.tier == Tier::kStaging && span.dst.tier == Tier::kFile) ||
+         (span.src.tier == Tier::kFile && span.dst.tier == Tier::kStaging);
 }
 
 }  // namespace
+
+// Staging memory of one thread, kept from job to job.
+class HostExecutor::Staging {
+ public:
+  // The plan with staging places that are memory: valid until the next call.
+  Plan place(Plan plan) {
+    const std::uint64_t nbytes = staging_bytes(plan);
+    if (nbytes == 0) return plan;
+    if (!reserve(nbytes)) {
+      // A file knows checksums of whole pieces only, so nothing can be read or written there range by range.
+      if (std::none_of(plan.begin(), plan.end(), stages_for_file)) return unstaged(plan);
+      throw Error(ErrorKind::kHostMemory, "[HostExecutor] the system has no " + format_bytes(nbytes) +
+                                              " to stage a copy by way of a file in: free host memory");
+    }
+    const auto base = static_cast<std::uint64_t>(reinterpret_cast<std::uintptr_t>(memory_.get()));
+    for (CopySpan& span : plan) {
+      for (Place* const end : {&span.src, &span.dst}) {
+        if (end->tier == Tier::kStaging) end->base = base;
+      }
+    }
+    return plan;
+  }
+  // A worker may be idle for long, so that it keeps little.
+  void trim() {
+    if (memory_ && memory_.get_deleter().nbytes > kKeptBytes) memory_.reset();
+  }
+
+ private:
+  static constexpr std::uint64_t kKeptBytes = std::uint64_t{16} << 20;
+
+  struct Release {
+    SlabSource* pages;
+    std::uint64_t nbytes;
+    void operator()(void* address) const { pages->release(address, nbytes); }
+  };
+
+  bool reserve(std::uint64_t nbytes) {
+    if (memory_ && nbytes <= memory_.get_deleter().nbytes) return true;
+    if (!pages_) pages_ = make_pageable_slab_source();
+    memory_.reset();
+    memory_ = {pages_->allocate(nbytes), Release{pages_.get(), nbytes}};
+    return memory_ != nullptr;
+  }
+
+  std::unique_ptr<SlabSource> pages_;
+  std::unique_ptr<void, Release> memory_{nullptr, Release{nullptr, 0}};
+};
 
 std::optional<Completion> CompletionQueue::pop() {
   const std::lock_guard lock(mutex_);
@@ -145,11 +189,12 @@ bool HostExecutor::start_threads() {
 }
 
 void HostExecutor::work() {
+  Staging staging;
   std::unique_lock lock(mutex_);
   for (;;) {
     work_available_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
     if (queue_.empty()) return;
-    run(queue_.begin(), lock);
+    run(queue_.begin(), lock, staging);
   }
 }
 
@@ -158,13 +203,24 @@ std::deque<HostExecutor::Job>::iterator HostExecutor::find_queued(const Key& key
 }
 
 void HostExecutor::run(std::deque<Job>::iterator queued, std::unique_lock<std::mutex>& lock) {
+  Staging staging;
+  run(queued, lock, staging);
+}
+
+void HostExecutor::run(std::deque<Job>::iterator queued, std::unique_lock<std::mutex>& lock, Staging& staging) {
   running_.insert(queued->key);
   Job job = std::move(*queued);
   queue_.erase(queued);
   // All of them: the one that wakes up may throw and leave the room to another.
   space_available_.notify_all();
   lock.unlock();
-  std::exception_ptr error = copy_all(job.plan, job.file.get());
+  std::exception_ptr error;
+  try {
+    for (const CopySpan& span : staging.place(std::move(job.plan))) copy_span(span, job.file.get());
+  } catch (...) {
+    error = std::current_exception();
+  }
+  staging.trim();
   job.file.reset();  // may close the file, so not under the lock
   lock.lock();
   job.queue->push({job.key.second, std::move(error)});

@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <bit>
 #include <cassert>
 #include <string>
 #include <utility>
@@ -35,6 +36,8 @@ bool fits(std::uint64_t nbytes, std::uint64_t taken, std::uint64_t limit) {
 
 std::uint64_t padded(std::uint64_t nbytes) { return ExtentAllocator(0, kAlignment).padded(nbytes); }
 
+bool is_empty(const ExtentAllocator& slab) { return slab.used_bytes() == 0; }
+
 }  // namespace
 
 std::unique_ptr<SlabSource> make_pageable_slab_source() { return std::make_unique<PageableSlabSource>(); }
@@ -44,14 +47,27 @@ HostPool::HostPool(std::unique_ptr<SlabSource> source, std::uint64_t slab_bytes)
   assert(source_ != nullptr);
 }
 
+HostPool::HostPool(std::uint64_t slab_bytes) : slab_bytes_(padded(slab_bytes)) {}
+
 HostPool::~HostPool() = default;
 
 std::optional<Block> HostPool::allocate(std::uint64_t nbytes, std::uint64_t limit) {
   assert(nbytes > 0);
   const std::lock_guard lock(mutex_);
   std::optional<Block> block = carve(nbytes);
-  if (!block && make_room(padded(nbytes), limit)) block = carve(nbytes);
+  if (!block && source_ != nullptr && make_room(padded(nbytes), limit)) block = carve(nbytes);
   return block;
+}
+
+std::uint64_t HostPool::growth(std::uint64_t nbytes, std::uint64_t limit) const {
+  if (source_ != nullptr) return 0;
+  const std::lock_guard lock(mutex_);
+  const std::uint64_t need = padded(nbytes);
+  const std::uint64_t kept = reserved_ - empty_bytes();
+  if (!fits(need, kept, limit)) return 0;
+  const std::uint64_t smallest = std::max(need, slab_bytes_);
+  const std::uint64_t largest = std::bit_floor(limit - kept);
+  return smallest <= largest ? std::bit_ceil(smallest) : std::max(need, largest);
 }
 
 void HostPool::free(const Block& block) {
@@ -75,9 +91,38 @@ std::uint64_t HostPool::reserved_bytes() const {
   return reserved_;
 }
 
+void HostPool::add_slab(void* address, std::uint64_t nbytes) {
+  assert(address_of(address) % kAlignment == 0 && nbytes % kAlignment == 0);
+  const std::lock_guard lock(mutex_);
+  if (source_ != nullptr || slabs_.contains(address_of(address))) {
+    throw Error(ErrorKind::kUsage, "[HostPool.add_slab] " + format_bytes(nbytes) + " added to a pool that has " +
+                                       (source_ != nullptr ? "a source" : "this slab") +
+                                       ": add each slab once, to a pool made without a source");
+  }
+  keep_slab({address, Release{nullptr, nbytes}}, nbytes);
+}
+
+std::vector<std::uint64_t> HostPool::take_empty_slabs(std::uint64_t limit) {
+  const std::lock_guard lock(mutex_);
+  std::vector<std::uint64_t> taken;
+  if (source_ != nullptr) return taken;
+  taken.reserve(by_age_.size());
+  for (auto slab = by_age_.begin(); slab != by_age_.end() && reserved_ > limit;) {
+    if (!is_empty((*slab)->extents)) {
+      ++slab;
+      continue;
+    }
+    reserved_ -= (*slab)->extents.capacity();
+    taken.push_back(address_of((*slab)->memory.get()));
+    slab = by_age_.erase(slab);
+    slabs_.erase(taken.back());
+  }
+  return taken;
+}
+
 std::uint64_t HostPool::trim() {
   const std::lock_guard lock(mutex_);
-  return trim_locked();
+  return source_ == nullptr ? 0 : trim_locked();
 }
 
 std::uint64_t HostPool::slab_allocations() const {
@@ -104,31 +149,35 @@ bool HostPool::make_room(std::uint64_t nbytes, std::uint64_t limit) {
   if (!fits(nbytes, kept, limit)) return false;
 
   const std::uint64_t preferred = nbytes > slab_bytes_ / kOwnSlabFraction ? nbytes : slab_bytes_;
-  if (add_slab(preferred, limit)) return true;
-  if (trim_locked() > 0 && add_slab(preferred, limit)) return true;
+  if (reserve_slab(preferred, limit)) return true;
+  if (trim_locked() > 0 && reserve_slab(preferred, limit)) return true;
 
   const std::uint64_t room = (limit - kept) / kAlignment * kAlignment;
   const std::uint64_t smaller = std::max(nbytes, std::min(padded(slab_bytes_ / kSmallestSlabFraction), room));
-  return smaller < preferred && add_slab(smaller, limit);
+  return smaller < preferred && reserve_slab(smaller, limit);
 }
 
-bool HostPool::add_slab(std::uint64_t nbytes, std::uint64_t limit) {
+bool HostPool::reserve_slab(std::uint64_t nbytes, std::uint64_t limit) {
   if (!fits(nbytes, reserved_, limit)) return false;
-  if (by_age_.size() == by_age_.capacity()) by_age_.reserve(2 * by_age_.size() + 8);
   std::unique_ptr<void, Release> memory(source_->allocate(nbytes), {source_.get(), nbytes});
   if (!memory) return false;
+  keep_slab(std::move(memory), nbytes);
+  ++slab_allocations_;
+  return true;
+}
+
+void HostPool::keep_slab(std::unique_ptr<void, Release> memory, std::uint64_t nbytes) {
+  if (by_age_.size() == by_age_.capacity()) by_age_.reserve(2 * by_age_.size() + 8);
   const std::uint64_t address = address_of(memory.get());
   Slab slab{std::move(memory), ExtentAllocator(nbytes, kAlignment)};
   by_age_.push_back(&slabs_.try_emplace(address, std::move(slab)).first->second);
   reserved_ += nbytes;
-  ++slab_allocations_;
-  return true;
 }
 
 std::uint64_t HostPool::empty_bytes() const {
   std::uint64_t total = 0;
   for (const Slab* const slab : by_age_) {
-    if (slab->extents.used_bytes() == 0) total += slab->extents.capacity();
+    if (is_empty(slab->extents)) total += slab->extents.capacity();
   }
   return total;
 }
@@ -136,8 +185,8 @@ std::uint64_t HostPool::empty_bytes() const {
 std::uint64_t HostPool::trim_locked() {
   const std::uint64_t nbytes = empty_bytes();
   if (nbytes == 0) return 0;
-  std::erase_if(by_age_, [](const Slab* slab) { return slab->extents.used_bytes() == 0; });
-  std::erase_if(slabs_, [](const auto& entry) { return entry.second.extents.used_bytes() == 0; });
+  std::erase_if(by_age_, [](const Slab* slab) { return is_empty(slab->extents); });
+  std::erase_if(slabs_, [](const auto& entry) { return is_empty(entry.second.extents); });
   reserved_ -= nbytes;
   return nbytes;
 }

@@ -3,126 +3,41 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
+#include <thread>
 #include <utility>
 
 namespace ebbtide::testing {
 
 namespace {
 
-constexpr std::uint8_t kPoison = 0xdd;
-constexpr std::uint64_t kSlabBase = 0x10000000;
-constexpr std::uint64_t kDeviceBase = 0x1000;
+constexpr int kTries = 10000;
+
+std::shared_ptr<FakeSpace> make_backing(const DriverOptions& options) {
+  if (options.backing_capacity == 0) return nullptr;
+  return std::make_shared<FakeSpace>(options.backing_capacity, Tier::kFile);
+}
 
 }  // namespace
 
-std::optional<Block> FakeSpace::allocate(std::uint64_t nbytes, std::uint64_t limit) {
-  const std::lock_guard lock(mutex_);
-  EXPECT_GT(nbytes, 0u);
-  std::uint64_t used = nbytes;
-  std::uint64_t begin = 0;
-  bool fits = false;
-  for (const auto& [block_begin, block_nbytes] : blocks_) {
-    used += block_nbytes;
-    if (!fits && begin + nbytes <= block_begin) fits = true;
-    if (!fits) begin = block_begin + block_nbytes;
-  }
-  if (used > limit || begin + nbytes > memory_.size()) return std::nullopt;
-  blocks_[begin] = nbytes;
-  std::memset(memory_.data() + begin, kPoison, nbytes);
-  return Block{{tier_, tier_ == Tier::kFile ? 0 : kSlabBase, begin}, nbytes};
-}
-
-void FakeSpace::free(const Block& block) {
-  const std::lock_guard lock(mutex_);
-  const auto found = blocks_.find(block.place.byte_offset);
-  if (found == blocks_.end() || found->second != block.nbytes) {
-    ADD_FAILURE() << "freed a block that was not handed out: " << to_string(block.place);
-    return;
-  }
-  std::memset(memory_.data() + block.place.byte_offset, kPoison, block.nbytes);
-  blocks_.erase(found);
-}
-
-std::uint64_t FakeSpace::used_bytes() const {
-  const std::lock_guard lock(mutex_);
-  std::uint64_t used = 0;
-  for (const auto& [begin, nbytes] : blocks_) used += nbytes;
-  return used;
-}
-
-std::uint8_t* FakeSpace::at(const Place& place, std::uint64_t nbytes) {
-  const std::lock_guard lock(mutex_);
-  auto block = blocks_.upper_bound(place.byte_offset);
-  if (block == blocks_.begin() || (--block)->first + block->second < place.byte_offset + nbytes) {
-    ADD_FAILURE() << "a copy touches a block that is free: " << to_string(place);
-    return nullptr;
-  }
-  return memory_.data() + place.byte_offset;
-}
-
-FakeStorage::FakeStorage(FakeDevice& on, std::uint64_t address, std::uint64_t nbytes, std::uint64_t identity)
-    : device(on), ref{DeviceId{0}, identity, address, nbytes}, bytes(nbytes, kPoison) {}
-
-FakeStorage::~FakeStorage() {
-  {
-    const std::lock_guard lock(device.mutex_);
-    device.live_.erase(ref.address);
-    device.used_ -= ref.nbytes;
-  }
-  device.unpin(ref.identity);
-}
-
-Storage FakeDevice::allocate(std::uint64_t nbytes, std::uint64_t residue) {
-  const std::lock_guard lock(mutex_);
-  if (used_ + nbytes > capacity_) return nullptr;
-  std::uint64_t address = kDeviceBase + residue;
-  for (const auto& [live_address, live] : live_) {
-    if (address + std::max<std::uint64_t>(nbytes, 1) <= live_address) break;
-    while (address < live_address + std::max<std::uint64_t>(live->ref.nbytes, 1)) address += kAlignmentBytes;
-  }
-  std::uint64_t identity = 1;
-  while (pins_.contains(identity)) ++identity;
-  pins_[identity] = 1;
-  auto storage = std::make_shared<FakeStorage>(*this, address, nbytes, identity);
-  live_[address] = storage.get();
-  used_ += nbytes;
-  return storage;
-}
-
-std::uint8_t* FakeDevice::at(const Place& place, std::uint64_t nbytes) {
-  const std::lock_guard lock(mutex_);
-  const auto live = live_.find(place.base);
-  if (live == live_.end() || place.byte_offset + nbytes > live->second->ref.nbytes) {
-    ADD_FAILURE() << "a copy touches a storage that is gone or smaller: " << to_string(place);
-    return nullptr;
-  }
-  return live->second->bytes.data() + place.byte_offset;
-}
-
-std::uint64_t FakeDevice::used_bytes() const {
-  const std::lock_guard lock(mutex_);
-  return used_;
-}
-
-void FakeDevice::pin(std::uint64_t identity) {
-  const std::lock_guard lock(mutex_);
-  ++pins_[identity];
-}
-
-void FakeDevice::unpin(std::uint64_t identity) {
-  const std::lock_guard lock(mutex_);
-  if (--pins_[identity] == 0) pins_.erase(identity);
-}
-
 Driver::Driver(const DriverOptions& options)
-    : device(options.device_capacity),
-      space(std::make_shared<FakeSpace>(options.tier_capacity, options.tier)),
-      engine(options.config, space),
-      options_(options) {}
+    : Driver(options, std::make_unique<FakeDevice>(options.device_capacity),
+             std::make_shared<FakeSpace>(options.tier_capacity, options.tier)) {}
+
+Driver::Driver(const DriverOptions& options, std::unique_ptr<Memory> memory, std::shared_ptr<FakeSpace> tier)
+    : memory_(std::move(memory)),
+      device(*memory_),
+      space(std::move(tier)),
+      backing(make_backing(options)),
+      engine(options.config, space, backing),
+      options_(options) {
+  if (options.grows) space->start_empty();
+}
 
 template <class Made>
 Made Driver::note(const Call& call, Made made) {
+  if (std::getenv("DBG")) fprintf(stderr, "  call %d -> %s\n", (int)call.index(), to_string(made).c_str());
   if (options_.record) journal.push_back({call, to_string(made)});
   return made;
 }
@@ -135,16 +50,21 @@ EpochId Driver::begin_epoch() {
 
 void Driver::end_epoch(EpochId epoch) { run(note(calls::EndEpoch{epoch}, engine.end_epoch(epoch))); }
 
+void Driver::begin_group(EpochId epoch, std::size_t label) {
+  run(note(calls::BeginGroup{epoch, label}, engine.begin_group(epoch, label)));
+}
+
+void Driver::end_group() { run(note(calls::EndGroup{}, engine.end_group())); }
+
 Saved Driver::pack(Storage storage, const ViewMeta& view, EpochId epoch, StreamRef stream,
-                   std::shared_ptr<Counter> counter) {
+                   std::shared_ptr<Counter> counter, std::size_t label) {
   Saved saved;
   saved.view = view;
   saved.counter = counter != nullptr ? std::move(counter) : storage->counter;
   saved.version = saved.counter->load();
-  const ByteRange range = extent(view);
-  saved.bytes.assign(storage->bytes.data() + range.begin, storage->bytes.data() + range.end);
+  saved.bytes = device.read(*storage, extent(view), stream);
   const StorageRef ref = storage->ref;
-  return save(std::move(storage), std::move(saved), {ref, view, saved.version, epoch, stream, false, false});
+  return save(std::move(storage), std::move(saved), {ref, view, saved.version, epoch, label, stream, false, false});
 }
 
 Saved Driver::save(Storage storage, Saved saved, SaveRequest request) {
@@ -182,65 +102,78 @@ Saved Driver::save(Storage storage, Saved saved, SaveRequest request) {
   return save(std::move(storage), std::move(saved), request);
 }
 
-Storage Driver::unpack(const Saved& saved, PassId pass) {
+Storage Driver::unpack(const Saved& saved, PassId pass, StreamRef stream) {
   Storage found = saved.kept;
+  int out_of_memory = 0;
   for (int attempt = 0; found == nullptr; ++attempt) {
+    if (attempt == kTries) {
+      ADD_FAILURE() << "nobody loads storage " << value(saved.storage);
+      return nullptr;
+    }
     Storage live;
     Storage shared;
-    StorageRef source;
     {
       const Lock lock(mutex_);
       const Item& item = items_.at(saved.storage);
-      source = item.ref;
       live = item.source.lock();
       if (live != nullptr && (live->ref != item.ref || !intact(item))) live.reset();
       shared = item.restored_weak.lock();
     }
-    const calls::Restore call{saved.ticket, pass, live != nullptr, shared != nullptr};
-    const RestoreVerdict verdict = note(call, engine.restore(saved.ticket, pass, call.live, call.shared));
+    const calls::Restore call{saved.ticket, pass, live != nullptr, shared != nullptr, stream};
+    const RestoreVerdict verdict = note(call, engine.restore(saved.ticket, pass, call.live, call.shared, stream));
     switch (verdict.outcome) {
       case RestoreOutcome::kLive:
-        found = live;
-        run(verdict.commands);
-        break;
       case RestoreOutcome::kShared:
-        found = shared;
+        found = verdict.outcome == RestoreOutcome::kLive ? live : shared;
         run(verdict.commands);
         break;
       case RestoreOutcome::kPending:
-        if (!options_.hold_copies) {
-          engine.wait_allocated(saved.storage);
-          engine.wait_loaded(saved.storage);
-        } else {
-          wait(verdict.load);
-        }
+        wait_for_other(saved.storage, verdict);
         break;
       case RestoreOutcome::kLoad: {
         live.reset();
         shared.reset();
-        Storage storage = device.allocate(verdict.nbytes, verdict.residue);
-        if (storage == nullptr) {
-          run(note(calls::AllocationFailed{saved.storage}, engine.allocation_failed(saved.storage)));
-          run(verdict.commands);
-          if (attempt > 0) return nullptr;
-          break;
-        }
-        EXPECT_EQ(storage->ref.address % kAlignmentBytes, source.address % kAlignmentBytes);
-        // Not what the item says by now: after a failure another thread may have begun the next load.
-        const CopyId load = adopt(saved.storage, storage);
-        run(verdict.commands);
-        wait(load);
+        bool no_memory = false;
+        found = load(saved, verdict, no_memory);
+        if (no_memory && ++out_of_memory > 1) return nullptr;
         const Lock lock(mutex_);
-        if (!done_.contains(load)) return nullptr;
-        found = storage;
+        if (found == nullptr && (failed_.contains(verdict.load) || load_failures.contains(verdict.load))) return nullptr;
         break;
       }
     }
   }
-  const ByteRange range = extent(saved.view);
-  EXPECT_TRUE(std::equal(saved.bytes.begin(), saved.bytes.end(), found->bytes.begin() + range.begin))
+  const std::vector<std::uint8_t> bytes = device.read(*found, extent(saved.view), stream);
+  EXPECT_TRUE(!check_bytes || saved.bytes == bytes)
       << "wrong bytes in storage " << value(saved.storage);
   return found;
+}
+
+void Driver::wait_for_other(StorageId storage, const RestoreVerdict& verdict) {
+  const bool started = engine.running(verdict.load);
+  if (verdict.allocating) {
+    EXPECT_TRUE(engine.wait_allocated(storage, std::chrono::seconds(60)));
+  }
+  wait_until_started(verdict.load);
+  if (started || !has_streams()) wait(verdict.load);
+}
+
+// Null where the engine gave the load up.
+Storage Driver::load(const Saved& saved, const RestoreVerdict& verdict, bool& out_of_memory) {
+  Storage storage = allocate(verdict.nbytes, verdict.residue, verdict.stream);
+  if (storage == nullptr) {
+    out_of_memory = true;
+    run(note(calls::AllocationFailed{saved.storage, verdict.load},
+             engine.allocation_failed(saved.storage, verdict.load)));
+    run(verdict.commands);
+    return nullptr;
+  }
+  EXPECT_EQ(storage->ref.address % kAlignmentBytes, verdict.residue);
+  adopt(saved.storage, verdict.load, storage, verdict.stream);
+  run(verdict.commands);
+  wait_until_started(verdict.load);
+  if (!has_streams()) wait(verdict.load);
+  const Lock lock(mutex_);
+  return loaded_.contains(verdict.load) ? storage : nullptr;
 }
 
 void Driver::drop(const Saved& saved) {
@@ -249,45 +182,77 @@ void Driver::drop(const Saved& saved) {
 
 void Driver::end_pass(PassId pass) { run(note(calls::EndPass{pass}, engine.end_pass(pass))); }
 
-std::vector<CopyId> Driver::held() const {
+void Driver::recover() { run(engine.recover(held())); }
+
+std::vector<CopyId> Driver::held(std::optional<Hop> hop) const {
   const Lock lock(mutex_);
   std::vector<CopyId> copies;
-  for (const auto& [copy, command] : copies_) copies.push_back(copy);
+  for (const auto& [copy, command] : copies_) {
+    if (!hop || command.hop == *hop) copies.push_back(copy);
+  }
   return copies;
+}
+
+Command Driver::command(CopyId copy) const {
+  const Lock lock(mutex_);
+  return copies_.at(copy);
 }
 
 void Driver::complete_all() {
   for (std::vector<CopyId> copies = held(); !copies.empty(); copies = held()) complete(copies.front());
 }
 
+void Driver::lose_copies() {
+  const Lock lock(mutex_);
+  copies_.clear();
+}
+
+void Driver::fail_next_copies(int count, std::optional<Hop> hop) {
+  failing_hop_ = hop;
+  failing_ = count;
+}
+
+bool Driver::fails(Hop hop) {
+  if (failing_ <= 0 || (failing_hop_ && *failing_hop_ != hop)) return false;
+  --failing_;
+  return true;
+}
+
 void Driver::run(const Commands& commands) {
   for (const Command& command : commands) {
+    if (std::getenv("DBG")) fprintf(stderr, "%s\n", to_string(command).c_str());
     switch (command.kind) {
       case CommandKind::kProbe: {
         const ProbeAnswer answer = inspect(command.storage);
         run(note(calls::Probed{command.storage, answer}, engine.probed(command.storage, answer)));
         break;
       }
+      case CommandKind::kGather:
+        run(note(calls::Gather{}, engine.gather()));
+        break;
       case CommandKind::kRecord: {
         const Lock lock(mutex_);
         recorded_.insert(command.event);
+        record(command);
         break;
       }
       case CommandKind::kCopy:
         start(command);
         break;
       case CommandKind::kWait:
-        wait(command.copy);
-        break;
-      case CommandKind::kAlloc: {
-        const Storage storage = device.allocate(command.nbytes, command.residue);
-        if (storage != nullptr) {
-          adopt(command.storage, storage);
-        } else {
-          run(note(calls::AllocationFailed{command.storage}, engine.allocation_failed(command.storage)));
+        // A copy that is not held back is done when its command has run.
+        if (value(command.stream) != 0) {
+          order(command);
+        } else if (options_.hold_copies) {
+          complete(command.copy);
         }
         break;
-      }
+      case CommandKind::kAlloc:
+        allocate_ahead(command);
+        break;
+      case CommandKind::kRecordStream:
+        record_stream(command);
+        break;
       case CommandKind::kReleaseLease: {
         Storage last;
         const Lock lock(mutex_);
@@ -296,22 +261,23 @@ void Driver::run(const Commands& commands) {
         break;
       }
       case CommandKind::kReleaseRestored: {
-        Storage last;
+        std::map<CopyId, Storage>::node_type last;
         const Lock lock(mutex_);
         const auto item = items_.find(command.storage);
-        if (item != items_.end() && item->second.load == command.copy) last = std::move(item->second.restored);
+        if (item != items_.end()) last = item->second.restored.extract(command.copy);
         break;
       }
-      case CommandKind::kForget: {
-        std::map<StorageId, Item>::node_type item;
-        {
-          const Lock lock(mutex_);
-          item = items_.extract(command.storage);
-        }
-        EXPECT_FALSE(item.empty()) << "forgotten twice: " << value(command.storage);
-        for (const std::uint64_t identity : item.mapped().pinned) device.unpin(identity);
+      case CommandKind::kGrow:
+        grow(command.nbytes);
+        break;
+      case CommandKind::kLoadFailed: {
+        const Lock lock(mutex_);
+        load_failures[command.copy] = command;
         break;
       }
+      case CommandKind::kForget:
+        forget(command.storage);
+        break;
       case CommandKind::kTierFull:
         ++tier_full;
         break;
@@ -320,73 +286,147 @@ void Driver::run(const Commands& commands) {
 }
 
 void Driver::start(const Command& command) {
+  const bool ok = !fails(command.hop);
   {
     const Lock lock(mutex_);
-    copies_[command.copy] = command;
     for (const EventId event : command.after) {
       EXPECT_TRUE(recorded_.contains(event)) << "copy after an event that was not recorded";
     }
-    if (command.to_device) items_.at(command.storage).load = command.copy;
+    if (!ok) failed_.insert(command.copy);
+    if (ok && command.hop == Hop::kLoad) loaded_.insert(command.copy);
+    begin_copy(command, ok);
+    copies_[command.copy] = command;
   }
   if (!options_.hold_copies) complete(command.copy);
 }
 
-// Held copies move their bytes as late as they may: what they read or write has to be there until they are reported.
 void Driver::complete(CopyId copy, bool ok) {
   Command command;
   {
     const Lock lock(mutex_);
     const auto found = copies_.find(copy);
     if (found == copies_.end()) return;
-    command = found->second;
+    command = std::move(found->second);
     copies_.erase(found);
+    ok = ok && !failed_.contains(copy);
+    if (!ok) {
+      failed_.insert(copy);
+      loaded_.erase(copy);
+    }
   }
-  if (failing_ > 0) {
-    --failing_;
-    ok = false;
+  finish_copy(command, ok);
+  std::vector<ProbeAnswer> answers;
+  if (command.hop == Hop::kOffload) {
+    for (const StorageId storage : command.storages) answers.push_back(inspect(storage));
   }
-  if (ok) move_bytes(command.plan);
-  const ProbeAnswer answer = command.to_device ? ProbeAnswer{} : inspect(command.storage);
-  const Commands commands = note(calls::Completed{copy, ok, answer}, engine.completed(copy, ok, answer));
-  if (ok) {
-    const Lock lock(mutex_);
-    done_.insert(copy);
-  }
-  run(commands);
+  run(note(calls::Completed{copy, ok, answers}, engine.completed(copy, ok, answers)));
 }
 
-void Driver::wait(CopyId copy) {
-  // A copy that is not held back is done when its command has run.
-  if (options_.hold_copies) complete(copy);
+void Driver::begin_copy(const Command&, bool) {}
+
+// As late as it may: what it reads or writes has to be there until it is reported.
+void Driver::finish_copy(const Command& command, bool ok) {
+  if (ok) move_bytes(command.plan);
+}
+
+void Driver::record(const Command&) {}
+
+void Driver::order(const Command& command) {
+  ADD_FAILURE() << "synchronous memory has no streams: " << to_string(command);
+}
+
+void Driver::record_stream(const Command& command) {
+  ADD_FAILURE() << "synchronous memory has no streams: " << to_string(command);
 }
 
 void Driver::move_bytes(const Plan& plan) {
+  std::vector<std::uint8_t> staging(staging_bytes(plan), kPoison);
+  const auto bytes_at = [&](const Place& place, std::uint64_t nbytes, bool for_writing) {
+    return place.tier == Tier::kStaging ? staging.data() + place.byte_offset : at(place, nbytes, for_writing);
+  };
   for (const CopySpan& span : plan) {
-    std::uint8_t* dst = at(span.dst, span.nbytes);
-    const std::uint8_t* src = at(span.src, span.nbytes);
+    std::uint8_t* dst = bytes_at(span.dst, span.nbytes, true);
+    const std::uint8_t* src = bytes_at(span.src, span.nbytes, false);
     if (dst != nullptr && src != nullptr) std::memcpy(dst, src, span.nbytes);
   }
 }
 
-std::uint8_t* Driver::at(const Place& place, std::uint64_t nbytes) {
-  return place.tier == Tier::kDevice ? device.at(place, nbytes) : space->at(place, nbytes);
+std::uint8_t* Driver::at(const Place& place, std::uint64_t nbytes, bool for_writing) {
+  if (place.tier == Tier::kDevice) return dynamic_cast<FakeDevice&>(device).at(place, nbytes);
+  return (place.tier == space->tier() ? space : backing)->at(place, nbytes, for_writing);
 }
 
-CopyId Driver::adopt(StorageId id, const Storage& storage) {
-  Storage earlier;
+// Blocks until the copy is reported: here, where copies are held back, or by the thread that started it.
+void Driver::wait(CopyId copy) {
+  if (options_.hold_copies) complete(copy);
+  for (int i = 0; engine.running(copy) && i < kTries * 100; ++i) std::this_thread::yield();
+}
+
+void Driver::wait_until_started(CopyId load) {
+  for (int i = 0; i < kTries; ++i) {
+    const CopyId blocker = engine.blocker(load);
+    if (value(blocker) == 0) return;
+    wait(blocker);
+  }
+  ADD_FAILURE() << "load " << value(load) << " is never started";
+}
+
+Storage Driver::allocate(std::uint64_t nbytes, std::uint64_t residue, StreamRef stream) {
+  if (failing_allocation_ > 0 && --failing_allocation_ == 0) return nullptr;
+  return device.allocate(nbytes, residue, stream);
+}
+
+void Driver::allocate_ahead(const Command& command) {
+  const Storage storage = allocate(command.nbytes, command.residue, command.stream);
+  if (storage != nullptr) {
+    adopt(command.storage, command.copy, storage, command.stream);
+  } else {
+    run(note(calls::AllocationFailed{command.storage, command.copy},
+             engine.allocation_failed(command.storage, command.copy)));
+  }
+}
+
+void Driver::adopt(StorageId id, CopyId load, const Storage& storage, StreamRef stream) {
   {
     const Lock lock(mutex_);
-    Item& item = items_.at(id);
-    storage->counter = item.versions.front().first;
-    earlier = std::exchange(item.restored, storage);
-    item.load = CopyId{};
-    item.restored_weak = storage;
-    item.pinned.push_back(storage->ref.identity);
-    device.pin(storage->ref.identity);
+    const auto found = items_.find(id);
+    if (found != items_.end()) {
+      storage->counter = found->second.versions.front().first;
+      found->second.restored[load] = storage;
+      found->second.pinned.push_back(storage->ref.identity);
+      device.pin(storage->ref.identity);
+    }
   }
-  const Commands commands = note(calls::Allocated{id, storage->ref, {}}, engine.allocated(id, storage->ref, {}));
+  const Commands commands =
+      note(calls::Allocated{id, load, storage->ref, stream}, engine.allocated(id, load, storage->ref, stream));
+  const bool refused = commands.size() == 1 && commands.front().kind == CommandKind::kReleaseRestored;
+  if (!refused) {
+    const Lock lock(mutex_);
+    if (const auto found = items_.find(id); found != items_.end()) found->second.restored_weak = storage;
+  }
   run(commands);
-  return commands.empty() ? CopyId{} : commands.back().copy;
+}
+
+void Driver::forget(StorageId storage) {
+  std::map<StorageId, Item>::node_type item;
+  {
+    const Lock lock(mutex_);
+    item = items_.extract(storage);
+  }
+  if (item.empty()) {
+    ADD_FAILURE() << "forgotten twice: " << value(storage);
+    return;
+  }
+  EXPECT_EQ(item.mapped().lease, nullptr) << "forgotten with a lease: " << value(storage);
+  EXPECT_TRUE(item.mapped().restored.empty()) << "forgotten with a restored storage: " << value(storage);
+  for (const std::uint64_t identity : item.mapped().pinned) device.unpin(identity);
+}
+
+void Driver::grow(std::uint64_t nbytes) {
+  ++growths;
+  const bool ok = growths_allowed-- > 0;
+  if (ok) space->grow(nbytes);
+  run(note(calls::Grown{ok}, engine.grown(ok)));
 }
 
 // More than any number of leases: who is just saving the storage holds it.
@@ -398,7 +438,9 @@ ProbeAnswer Driver::inspect(StorageId id) {
   if (found == items_.end() || found->second.lease == nullptr) return {.holders = kMany};
   const Storage& lease = found->second.lease;
   long own = 1;
-  for (const auto& [other, item] : items_) own += item.restored == lease;
+  for (const auto& [other, item] : items_) {
+    for (const auto& [load, restored] : item.restored) own += restored == lease;
+  }
   return {.holders = static_cast<std::uint64_t>(std::max(lease.use_count() - own, 0L)),
           .same = lease->ref == found->second.ref,
           .intact = intact(found->second),
@@ -420,19 +462,12 @@ void Driver::expect_at_rest() {
   EXPECT_EQ(stats.entries, 0u);
   EXPECT_EQ(stats.device_bytes, 0u);
   EXPECT_EQ(stats.tier_bytes, 0u);
+  EXPECT_EQ(stats.backing_bytes, 0u);
   EXPECT_EQ(stats.parked, 0u);
   EXPECT_EQ(space->used_bytes(), 0u);
+  EXPECT_EQ(backing == nullptr ? 0u : backing->used_bytes(), 0u);
   EXPECT_EQ(device.used_bytes(), 0u);
   EXPECT_TRUE(items_.empty());
-}
-
-ViewMeta bytes_view(std::uint64_t begin, std::uint64_t end) {
-  return {static_cast<std::int64_t>(begin), 1, 0, {static_cast<std::int64_t>(end - begin)}, {1}};
-}
-
-void write(const Storage& storage, std::uint8_t seed, const std::shared_ptr<Counter>& counter) {
-  for (std::size_t i = 0; i < storage->bytes.size(); ++i) storage->bytes[i] = static_cast<std::uint8_t>(seed + 7 * i);
-  ++*(counter != nullptr ? counter : storage->counter);
 }
 
 }  // namespace ebbtide::testing

@@ -1,10 +1,10 @@
-// A session for tests, with no device: storages are byte vectors, copies run at once or when a test says so, and every
-// restored byte is compared with what was saved. Freed memory is poisoned, addresses and identities are used again at
-// once. Thread safe, as long as a test shares no storage that it writes to.
+// A session for tests, with no device: copies run at once or when a test says so, and every restored byte is compared
+// with what was saved. Thread safe, as long as a test shares no storage that it writes to.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
+#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -13,73 +13,12 @@
 #include <string>
 #include <vector>
 
-#include "ebbtide/block_space.h"
 #include "ebbtide/engine.h"
 #include "ebbtide/journal.h"
+#include "fake_device.h"
+#include "fake_space.h"
 
 namespace ebbtide::testing {
-
-// First fit in one slab of `capacity` bytes. Blocks are poisoned when handed out and when freed.
-class FakeSpace final : public BlockSpace {
- public:
-  explicit FakeSpace(std::uint64_t capacity, Tier tier = Tier::kHost) : tier_(tier), memory_(capacity) {}
-
-  [[nodiscard]] Tier tier() const override { return tier_; }
-  [[nodiscard]] std::optional<Block> allocate(std::uint64_t nbytes, std::uint64_t limit) override;
-  void free(const Block& block) override;
-  [[nodiscard]] std::uint64_t used_bytes() const override;
-  [[nodiscard]] std::uint64_t reserved_bytes() const override { return used_bytes(); }
-
-  // The bytes of a place that lies in one block; fails the test otherwise.
-  std::uint8_t* at(const Place& place, std::uint64_t nbytes);
-
- private:
-  const Tier tier_;
-  mutable std::mutex mutex_;
-  std::vector<std::uint8_t> memory_;
-  std::map<std::uint64_t, std::uint64_t> blocks_;  // byte offset → nbytes
-};
-
-// An in-place counter, shared by the tensors that see each other's writes.
-using Counter = std::atomic<std::uint64_t>;
-
-class FakeDevice;
-
-// A framework storage. Dies with its last reference, as the framework's does.
-struct FakeStorage {
-  FakeStorage(FakeDevice& device, std::uint64_t address, std::uint64_t nbytes, std::uint64_t identity);
-  FakeStorage(const FakeStorage&) = delete;
-  FakeStorage& operator=(const FakeStorage&) = delete;
-  ~FakeStorage();
-
-  FakeDevice& device;
-  StorageRef ref;
-  std::vector<std::uint8_t> bytes;
-  std::shared_ptr<Counter> counter = std::make_shared<Counter>(0);
-};
-using Storage = std::shared_ptr<FakeStorage>;
-
-class FakeDevice {
- public:
-  explicit FakeDevice(std::uint64_t capacity) : capacity_(capacity) {}
-
-  // At an address with this residue modulo kAlignmentBytes, the lowest that is free; null when it is out of memory.
-  Storage allocate(std::uint64_t nbytes, std::uint64_t residue = 0);
-  [[nodiscard]] std::uint8_t* at(const Place& place, std::uint64_t nbytes);
-  [[nodiscard]] std::uint64_t used_bytes() const;
-  // While a storage lives or somebody has pinned its identity, no other storage gets it.
-  void pin(std::uint64_t identity);
-  void unpin(std::uint64_t identity);
-
- private:
-  friend struct FakeStorage;
-
-  const std::uint64_t capacity_;
-  mutable std::mutex mutex_;
-  std::map<std::uint64_t, FakeStorage*> live_;  // by address
-  std::map<std::uint64_t, int> pins_;           // by identity
-  std::uint64_t used_ = 0;
-};
 
 // What pack returns.
 struct Saved {
@@ -96,8 +35,10 @@ struct Saved {
 struct DriverOptions {
   EngineConfig config{};
   std::uint64_t tier_capacity = 1 << 20;
+  std::uint64_t backing_capacity = 0;  // of a file behind the tier; 0: there is none
   std::uint64_t device_capacity = 1 << 20;
   Tier tier = Tier::kHost;
+  bool grows = false;        // the tier is empty until it is grown
   bool hold_copies = false;  // copies move their bytes and are reported in complete()
   bool record = false;       // keep a journal
 };
@@ -105,71 +46,110 @@ struct DriverOptions {
 class Driver {
  public:
   explicit Driver(const DriverOptions& options = {});
+  virtual ~Driver() = default;
 
   EpochId begin_epoch();
   void end_epoch(EpochId epoch);
+  void begin_group(EpochId epoch, std::size_t label);
+  void end_group();
   // `storage` is let go of before the commands run: move it in where nobody else holds it.
   Saved pack(Storage storage, const ViewMeta& view, EpochId epoch, StreamRef stream = {},
-             std::shared_ptr<Counter> counter = nullptr);
+             std::shared_ptr<Counter> counter = nullptr, std::size_t label = 0);
   // The storage that the view lies in, its bytes compared with what was saved. Null when it could not be loaded.
-  Storage unpack(const Saved& saved, PassId pass);
+  Storage unpack(const Saved& saved, PassId pass, StreamRef stream = {});
   void drop(const Saved& saved);
   void end_pass(PassId pass);
+  // What has not been started or reported is given up; copies that are held are not.
+  void recover();
+  void run(const Commands& commands);
+  // Memory for a load that a verdict asked for.
+  void adopt(StorageId id, CopyId load, const Storage& storage, StreamRef stream);
 
-  // Copies held back, oldest first; all of them in both directions.
-  [[nodiscard]] std::vector<CopyId> held() const;
+  // Copies held back, oldest first; all of them of every hop, or those of one.
+  [[nodiscard]] std::vector<CopyId> held(std::optional<Hop> hop = std::nullopt) const;
+  [[nodiscard]] Command command(CopyId copy) const;
   void complete(CopyId copy, bool ok = true);
   void complete_all();
-  void fail_next_copies(int count) { failing_ = count; }
+  // As if an exception had come before they were started.
+  void lose_copies();
+  // Of one hop, where it is given.
+  void fail_next_copies(int count, std::optional<Hop> hop = std::nullopt);
+  // The n-th allocation for a load from now on (1: the next); 0: none.
+  void fail_allocation(int nth) { failing_allocation_ = nth; }
 
   // Every count is back where it was.
-  void expect_at_rest();
+  virtual void expect_at_rest();
 
-  FakeDevice device;
-  std::shared_ptr<FakeSpace> space;
+ private:
+  const std::unique_ptr<Memory> memory_;
+
+ public:
+  Memory& device;
+  const std::shared_ptr<FakeSpace> space;
+  const std::shared_ptr<FakeSpace> backing;
   Engine engine;
   Journal journal;
   int tier_full = 0;  // how often the engine said so
+  int growths = 0;
+  int growths_allowed = std::numeric_limits<int>::max();
+  std::map<CopyId, Command> load_failures;
+  bool check_bytes = true;  // of what is restored
 
- private:
+ protected:
+  Driver(const DriverOptions& options, std::unique_ptr<Memory> memory, std::shared_ptr<FakeSpace> space);
+
   struct Item {
     StorageRef ref;
     std::weak_ptr<FakeStorage> source;
     std::vector<std::pair<std::shared_ptr<Counter>, std::uint64_t>> versions;
     Storage lease;
     int leases = 0;
-    Storage restored;
-    CopyId load{};
+    std::map<CopyId, Storage> restored;
     std::weak_ptr<FakeStorage> restored_weak;
     std::vector<std::uint64_t> pinned;
   };
   using Lock = std::unique_lock<std::mutex>;
 
-  Saved save(Storage storage, Saved saved, SaveRequest request);
-  void run(const Commands& commands);
-  void start(const Command& command);
+  // Moves bytes between the device and the space, at the latest moment that the engine allows.
+  virtual void begin_copy(const Command& command, bool ok);
+  virtual void finish_copy(const Command& command, bool ok);
+  virtual void record(const Command& command);
+  virtual void order(const Command& command);
+  virtual void record_stream(const Command& command);
+  // Whether a copy that was started orders what comes after it.
+  [[nodiscard]] virtual bool has_streams() const { return false; }
   void move_bytes(const Plan& plan);
-  std::uint8_t* at(const Place& place, std::uint64_t nbytes);
+  virtual std::uint8_t* at(const Place& place, std::uint64_t nbytes, bool for_writing);
+  [[nodiscard]] bool fails(Hop hop);
+
+  const DriverOptions options_;
+  mutable std::mutex mutex_;
+  std::map<StorageId, Item> items_;
+
+ private:
+  Saved save(Storage storage, Saved saved, SaveRequest request);
+  Storage load(const Saved& saved, const RestoreVerdict& verdict, bool& out_of_memory);
+  void start(const Command& command);
   void wait(CopyId copy);
-  CopyId adopt(StorageId id, const Storage& storage);  // the copy that fills it
+  void wait_until_started(CopyId load);
+  void wait_for_other(StorageId storage, const RestoreVerdict& verdict);
+  Storage allocate(std::uint64_t nbytes, std::uint64_t residue, StreamRef stream);
+  void allocate_ahead(const Command& command);
+  void forget(StorageId storage);
+  void grow(std::uint64_t nbytes);
   ProbeAnswer inspect(StorageId id);
   static bool intact(const Item& item);
   static bool spoiled(const Item& item);
   template <class Made>
   Made note(const Call& call, Made made);
 
-  const DriverOptions options_;
-  mutable std::mutex mutex_;
-  std::map<StorageId, Item> items_;
   std::map<CopyId, Command> copies_;  // started, not reported
-  std::set<CopyId> done_;
+  std::set<CopyId> loaded_;
+  std::set<CopyId> failed_;
   std::set<EventId> recorded_;
+  std::optional<Hop> failing_hop_;
   std::atomic<int> failing_ = 0;
+  std::atomic<int> failing_allocation_ = 0;
 };
-
-// A view of bytes [begin, end).
-ViewMeta bytes_view(std::uint64_t begin, std::uint64_t end);
-// New bytes through `counter`, the storage's own where none is given.
-void write(const Storage& storage, std::uint8_t seed, const std::shared_ptr<Counter>& counter = nullptr);
 
 }  // namespace ebbtide::testing

@@ -53,19 +53,20 @@ TEST(EngineRecover, LeavesACopyAloneThatWillBeReported) {
   const Commands commands = engine.probed(saved.storage, {});
   const CopyId copy = find(commands, CommandKind::kCopy)->copy;
   EXPECT_TRUE(engine.recover({copy}).empty());
-  EXPECT_NE(find(engine.completed(copy, true, {}), CommandKind::kReleaseLease), nullptr);
+  EXPECT_NE(find(engine.completed(copy, true, {ProbeAnswer{}}), CommandKind::kReleaseLease), nullptr);
 }
 
 TEST(EngineRecover, LoadsAnewWhatWasNeverAllocatedOrNeverLoaded) {
   Engine engine({.in_flight_bytes = kLimit}, make_pool());
   const SaveVerdict saved = engine.save(request(1));
   const CopyId copy = find(engine.probed(saved.storage, {}), CommandKind::kCopy)->copy;
-  ASSERT_FALSE(engine.completed(copy, true, {}).empty());
+  ASSERT_FALSE(engine.completed(copy, true, {ProbeAnswer{}}).empty());
   ASSERT_EQ(engine.restore(saved.ticket, PassId{1}, false, false).outcome, RestoreOutcome::kLoad);
   ASSERT_EQ(engine.restore(saved.ticket, PassId{1}, false, false).outcome, RestoreOutcome::kPending);
   EXPECT_TRUE(engine.recover({}).empty());
-  ASSERT_EQ(engine.restore(saved.ticket, PassId{2}, false, false).outcome, RestoreOutcome::kLoad);
-  ASSERT_FALSE(engine.allocated(saved.storage, {DeviceId{0}, 9, 4096 * 9, 64}, {}).empty());
+  const RestoreVerdict again = engine.restore(saved.ticket, PassId{2}, false, false);
+  ASSERT_EQ(again.outcome, RestoreOutcome::kLoad);
+  ASSERT_FALSE(engine.allocated(saved.storage, again.load, {DeviceId{0}, 9, 4096 * 9, 64}, {}).empty());
   EXPECT_NE(find(engine.recover({}), CommandKind::kReleaseRestored), nullptr);
   EXPECT_EQ(engine.restore(saved.ticket, PassId{3}, false, false).outcome, RestoreOutcome::kLoad);
 }

@@ -1,4 +1,4 @@
-// Restoring: where a ticket's bytes are found, who keeps a restored storage alive, and what is loaded ahead.
+// Restoring: where a ticket's bytes are found, and who keeps a restored storage alive.
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -7,66 +7,10 @@
 #include <vector>
 
 #include "ebbtide/error.h"
-#include "engine_driver.h"
+#include "engine_test_support.h"
 
 namespace ebbtide::testing {
 namespace {
-
-constexpr PassId kPass{1};
-constexpr PassId kNextPass{2};
-constexpr ProbeAnswer kFree{};
-
-constexpr EngineConfig kPrefetching{.prefetch_bytes = 128};
-
-Storage filled(Driver& driver, std::uint64_t nbytes, std::uint8_t seed = 1) {
-  Storage storage = driver.device.allocate(nbytes);
-  write(storage, seed);
-  return storage;
-}
-
-// `views` of one offloaded storage of 64 bytes.
-std::vector<Saved> offloaded(Driver& driver, const std::vector<ViewMeta>& views, EpochId epoch = EpochId{1}) {
-  Storage storage = filled(driver, 64);
-  std::vector<Saved> saved;
-  for (const ViewMeta& view : views) {
-    saved.push_back(&view == &views.back() ? driver.pack(std::move(storage), view, epoch)
-                                           : driver.pack(storage, view, epoch));
-  }
-  driver.end_epoch(EpochId{});
-  driver.complete_all();
-  return saved;
-}
-
-std::vector<Saved> offloaded_storages(Driver& driver, int count) {
-  std::vector<Saved> saved;
-  for (int i = 0; i < count; ++i) saved.push_back(offloaded(driver, {bytes_view(0, 64)}).front());
-  return saved;
-}
-
-const std::vector<ViewMeta> kHalves = {bytes_view(0, 32), bytes_view(32, 64)};
-
-// An engine without a driver: each storage of 64 bytes is saved and offloaded.
-struct Bare {
-  explicit Bare(const EngineConfig& config = {}) : engine(config, std::make_shared<FakeSpace>(1 << 20)) {}
-
-  TicketId offload(const ViewMeta& view = bytes_view(0, 64)) {
-    const std::uint64_t n = ++saved;
-    const SaveVerdict verdict =
-        engine.save({.storage = {DeviceId{0}, n, 0x1000 * n, 64}, .view = view, .epoch = EpochId{1}});
-    for (const Command& command : engine.probed(verdict.storage, kFree)) {
-      if (command.kind == CommandKind::kCopy) (void)engine.completed(command.copy, true, kFree);
-    }
-    return verdict.ticket;
-  }
-  // Starts the load and returns its copy.
-  CopyId allocate(std::uint64_t storage, std::uint64_t nbytes = 64) {
-    const StorageRef restored{DeviceId{0}, 100 + storage, 0x100000 * storage, nbytes};
-    return engine.allocated(StorageId{storage}, restored, {}).back().copy;
-  }
-
-  Engine engine;
-  std::uint64_t saved = 0;
-};
 
 TEST(EngineRestore, UnknownTicketIsAnError) {
   Driver driver;
@@ -165,7 +109,7 @@ TEST(EngineRestore, DroppingTheLastUnservedTicketReleasesTheRestoredStorage) {
 }
 
 TEST(EngineRestore, WithoutAPassNothingIsClaimedOrKept) {
-  Driver driver({.config = kPrefetching});
+  Driver driver({.config = {.prefetch_bytes = 128}});
   const std::vector<Saved> first = offloaded_storages(driver, 1);
   const std::vector<Saved> saved = offloaded(driver, kHalves);
   EXPECT_NE(driver.unpack(saved[0], PassId{}), nullptr);
@@ -175,41 +119,45 @@ TEST(EngineRestore, WithoutAPassNothingIsClaimedOrKept) {
   for (const Saved& one : saved) driver.drop(one);
 }
 
-TEST(EngineRestore, PendingNamesTheCopyOnceItRuns) {
+TEST(EngineRestore, PendingNamesTheLoadAndWhetherItIsAllocating) {
   Bare bare;
   const TicketId ticket = bare.offload();
-  EXPECT_EQ(bare.engine.restore(ticket, kPass, false, false).outcome, RestoreOutcome::kLoad);
+  const RestoreVerdict first = bare.engine.restore(ticket, kPass, false, false);
+  EXPECT_EQ(first.outcome, RestoreOutcome::kLoad);
+  const CopyId load = first.load;
   RestoreVerdict second = bare.engine.restore(ticket, kPass, false, false);
   EXPECT_EQ(second.outcome, RestoreOutcome::kPending);
-  EXPECT_EQ(second.load, CopyId{});
-  const CopyId load = bare.allocate(1);
+  EXPECT_EQ(second.load, load);
+  EXPECT_TRUE(second.allocating);
+  EXPECT_FALSE(bare.engine.running(load));
+  (void)bare.allocate(StorageId{1}, load);
+  EXPECT_TRUE(bare.engine.running(load));
   second = bare.engine.restore(ticket, kPass, false, true);
   EXPECT_EQ(second.outcome, RestoreOutcome::kPending);
   EXPECT_EQ(second.load, load);
+  EXPECT_FALSE(second.allocating);
   (void)bare.engine.completed(load, true, {});
   second = bare.engine.restore(ticket, kPass, false, true);
   EXPECT_EQ(second.outcome, RestoreOutcome::kShared);
   EXPECT_EQ(second.load, load);
 }
 
-TEST(EngineRestore, WaitersWakeWhenTheLoadIsAllocatedDoneOrFailed) {
-  Bare bare;
-  const TicketId ticket = bare.offload();
-  for (const bool ok : {false, true}) {
-    ASSERT_EQ(bare.engine.restore(ticket, kPass, false, false).outcome, RestoreOutcome::kLoad);
-    std::thread allocated([&] { bare.engine.wait_allocated(StorageId{1}); });
-    std::thread loaded([&] { bare.engine.wait_loaded(StorageId{1}); });
-    // Widens the window in which they wait; right whether or not they do by then.
+TEST(EngineRestore, WaitersWakeWhenTheLoadIsAllocatedOrGivenUp) {
+  for (const bool allocated : {false, true}) {
+    Bare bare;
+    const TicketId ticket = bare.offload();
+    const CopyId load = bare.engine.restore(ticket, kPass, false, false).load;
+    EXPECT_FALSE(bare.engine.wait_allocated(StorageId{1}, std::chrono::milliseconds(1)));
+    std::thread waiting([&] { EXPECT_TRUE(bare.engine.wait_allocated(StorageId{1})); });
+    // Widens the window in which it waits; right whether or not it does by then.
     std::this_thread::sleep_for(std::chrono::milliseconds(30));
-    const CopyId load = bare.allocate(1);
-    allocated.join();  // the load is not done yet
-    (void)bare.engine.completed(load, ok, {});
-    loaded.join();
+    if (allocated) {
+      (void)bare.allocate(StorageId{1}, load);
+    } else {
+      (void)bare.engine.allocation_failed(StorageId{1}, load);
+    }
+    waiting.join();
   }
-  ASSERT_EQ(bare.engine.restore(ticket, kNextPass, false, false).outcome, RestoreOutcome::kLoad);
-  std::thread waiting([&] { bare.engine.wait_loaded(StorageId{1}); });
-  (void)bare.engine.allocation_failed(StorageId{1});
-  waiting.join();
 }
 
 TEST(EngineRestore, FailedLoadIsRetried) {
@@ -239,8 +187,8 @@ TEST(EngineRestore, KeepsTheAddressModulo512) {
 
 TEST(EngineRestore, RecordsAtAllocationBeforeTheLoad) {
   Bare bare;
-  (void)bare.engine.restore(bare.offload(), kPass, false, false);
-  const Commands commands = bare.engine.allocated(StorageId{1}, {DeviceId{0}, 9, 0x9000, 64}, StreamRef{5});
+  const CopyId load = bare.engine.restore(bare.offload(), kPass, false, false).load;
+  const Commands commands = bare.allocate(StorageId{1}, load, 64, StreamRef{5});
   ASSERT_EQ(commands.size(), 2u);
   EXPECT_EQ(commands[0].kind, CommandKind::kRecord);
   EXPECT_EQ(commands[0].stream, StreamRef{5});
@@ -251,9 +199,9 @@ TEST(EngineRestore, RecordsAtAllocationBeforeTheLoad) {
 
 TEST(EngineRestore, TooSmallAStorageIsRefused) {
   Bare bare;
-  (void)bare.engine.restore(bare.offload(), kPass, false, false);
-  EXPECT_THROW(bare.allocate(1, 63), Error);
-  (void)bare.engine.allocation_failed(StorageId{1});
+  const CopyId load = bare.engine.restore(bare.offload(), kPass, false, false).load;
+  EXPECT_THROW((void)bare.allocate(StorageId{1}, load, 63), Error);
+  (void)bare.engine.allocation_failed(StorageId{1}, load);
 }
 
 TEST(EngineRestore, BytesCopiedWhileItIsAllocatedAreNotPartOfTheLoad) {
@@ -262,10 +210,11 @@ TEST(EngineRestore, BytesCopiedWhileItIsAllocatedAreNotPartOfTheLoad) {
   SaveRequest late{.storage = {DeviceId{0}, 1, 0x1000, 64}, .view = bytes_view(32, 64), .epoch = EpochId{1}};
   const TicketId second = bare.engine.save(late).ticket;
   const CopyId copy = bare.engine.probed(StorageId{1}, kFree).front().copy;
-  EXPECT_EQ(bare.engine.restore(first, kPass, false, false).nbytes, 16u);
-  (void)bare.engine.completed(copy, true, kFree);
-  const Commands load = bare.engine.allocated(StorageId{1}, {DeviceId{0}, 9, 0x9000, 16}, {});
-  EXPECT_EQ(to_string(load.back().plan), "host:0x10000000+0 -> device:0x9000+0, 16 bytes\n");
+  const RestoreVerdict verdict = bare.engine.restore(first, kPass, false, false);
+  EXPECT_EQ(verdict.nbytes, 16u);
+  (void)bare.engine.completed(copy, true, {kFree});
+  const Commands load = bare.allocate(StorageId{1}, verdict.load, 16);
+  EXPECT_EQ(to_string(load.back().plan), "host:0x10000000+0 -> device:0x100000+0, 16 bytes\n");
   (void)bare.engine.completed(load.back().copy, true, {});
   EXPECT_EQ(bare.engine.stats().h2d_copies, 1u);
   EXPECT_EQ(bare.engine.stats().h2d_bytes, 16u);
@@ -277,25 +226,26 @@ TEST(EngineRestore, NewRestoredStorageTakesThePlaceOfTheOld) {
   const TicketId first = bare.offload();
   const SaveRequest again{.storage = {DeviceId{0}, 1, 0x1000, 64}, .view = bytes_view(0, 32), .epoch = EpochId{1}};
   const TicketId second = bare.engine.save(again).ticket;
-  (void)bare.engine.restore(first, kPass, false, false);
-  const CopyId load = bare.allocate(1);
+  const CopyId load = bare.engine.restore(first, kPass, false, false).load;
+  (void)bare.allocate(StorageId{1}, load);
   EXPECT_TRUE(bare.engine.completed(load, true, {}).empty()) << "held for the second ticket";
+  EXPECT_EQ(bare.engine.stats().device_bytes, 64u);
   // It was written to: the session does not offer it.
   const RestoreVerdict verdict = bare.engine.restore(second, kPass, false, false);
   EXPECT_EQ(verdict.outcome, RestoreOutcome::kLoad);
-  EXPECT_TRUE(verdict.commands.empty()) << "a release here would hit the new storage";
-  EXPECT_EQ(bare.engine.stats().device_bytes, 64u);
-  const CopyId reload = bare.allocate(1, 96);
+  EXPECT_EQ(to_string(verdict.commands), "release restored storage 1 of copy 2\n");
+  EXPECT_EQ(bare.engine.stats().device_bytes, 0u);
+  (void)bare.allocate(StorageId{1}, verdict.load, 96);
   EXPECT_EQ(bare.engine.stats().device_bytes, 96u);
-  EXPECT_EQ(to_string(bare.engine.completed(reload, true, {})), "release restored storage 1 of copy 3\n");
+  EXPECT_EQ(to_string(bare.engine.completed(verdict.load, true, {})), "release restored storage 1 of copy 3\n");
   EXPECT_EQ(bare.engine.stats().device_bytes, 0u);
 }
 
 TEST(EngineRestore, DroppedDuringItsLoadKeepsDestinationAndBlockUntilItIsDone) {
   Bare bare;
   const TicketId ticket = bare.offload();
-  (void)bare.engine.restore(ticket, kPass, false, false);
-  const CopyId load = bare.allocate(1);
+  const CopyId load = bare.engine.restore(ticket, kPass, false, false).load;
+  (void)bare.allocate(StorageId{1}, load);
   EXPECT_TRUE(bare.engine.drop(ticket).empty());
   EXPECT_EQ(bare.engine.stats().tier_bytes, 64u);
   EXPECT_EQ(bare.engine.stats().device_bytes, 64u);
@@ -310,11 +260,15 @@ TEST(EngineRestore, DroppedWhileItIsAllocatedLoadsNothing) {
   for (const bool allocated : {true, false}) {
     Bare bare;
     const TicketId ticket = bare.offload();
-    (void)bare.engine.restore(ticket, kPass, false, false);
+    const CopyId load = bare.engine.restore(ticket, kPass, false, false).load;
     EXPECT_TRUE(bare.engine.drop(ticket).empty());
-    EXPECT_EQ(to_string(allocated ? bare.engine.allocated(StorageId{1}, {DeviceId{0}, 9, 0x9000, 64}, {})
-                                  : bare.engine.allocation_failed(StorageId{1})),
-              "forget storage 1\n");
+    if (allocated) {
+      EXPECT_EQ(to_string(bare.allocate(StorageId{1}, load)),
+                "release restored storage 1 of copy 2\n"
+                "forget storage 1\n");
+    } else {
+      EXPECT_EQ(to_string(bare.engine.allocation_failed(StorageId{1}, load)), "forget storage 1\n");
+    }
     EXPECT_EQ(bare.engine.stats().entries, 0u);
     EXPECT_EQ(bare.engine.stats().tier_bytes, 0u);
   }
@@ -325,8 +279,8 @@ TEST(EngineRestore, DroppedDuringItsLoadIsNotOffloadedAgain) {
   const TicketId first = bare.offload(bytes_view(0, 16));
   const SaveRequest late{.storage = {DeviceId{0}, 1, 0x1000, 64}, .view = bytes_view(0, 64), .epoch = EpochId{1}};
   const TicketId second = bare.engine.save(late).ticket;
-  (void)bare.engine.restore(first, kPass, false, false);
-  const CopyId load = bare.allocate(1);
+  const CopyId load = bare.engine.restore(first, kPass, false, false).load;
+  (void)bare.allocate(StorageId{1}, load);
   EXPECT_TRUE(bare.engine.drop(first).empty());
   EXPECT_EQ(to_string(bare.engine.drop(second)), "release lease of storage 1\n") << "its memory goes at once";
   EXPECT_TRUE(bare.engine.probed(StorageId{1}, kFree).empty());
@@ -389,8 +343,8 @@ TEST(EngineRestore, SaveOnAWrittenRestoredStorageIsNew) {
 TEST(EngineRestore, SaveOfAnotherVersionOnARestoredStorageIsNew) {
   Bare bare;
   const EpochId epoch = bare.engine.begin_epoch();
-  (void)bare.engine.restore(bare.offload(), kPass, false, false);
-  const CopyId load = bare.allocate(1);
+  const CopyId load = bare.engine.restore(bare.offload(), kPass, false, false).load;
+  (void)bare.allocate(StorageId{1}, load);
   SaveRequest save{.storage = {DeviceId{0}, 101, 0x100000, 64}, .view = bytes_view(0, 64), .epoch = epoch};
   EXPECT_EQ(bare.engine.save(save).outcome, SaveOutcome::kNew) << "not loaded yet";
   (void)bare.engine.end_epoch(epoch);
@@ -409,161 +363,6 @@ TEST(EngineRestore, TicketSavedInAPassIsNoClaimOfIt) {
   EXPECT_NE(driver.unpack(saved[1], kPass), nullptr);
   EXPECT_EQ(driver.engine.stats().device_bytes, 0u) << "every claim of the pass is served";
   for (const Saved& one : {saved[0], saved[1], inner}) driver.drop(one);
-}
-
-TEST(EnginePrefetch, LoadsWhatWasPackedBeforeInReverseUpToTheBound) {
-  Bare bare(kPrefetching);
-  std::vector<TicketId> tickets;
-  for (int i = 0; i < 5; ++i) tickets.push_back(bare.offload());
-  const RestoreVerdict last = bare.engine.restore(tickets[4], kPass, false, false);
-  EXPECT_EQ(to_string(last.commands),
-            "alloc 64 bytes at 0 for storage 4\n"
-            "alloc 64 bytes at 0 for storage 3\n");
-  (void)bare.engine.completed(bare.allocate(5), true, {});
-  const CopyId fourth = bare.allocate(4);
-  const CopyId third = bare.allocate(3);
-  EXPECT_TRUE(bare.engine.completed(third, true, {}).empty()) << "loaded and not asked for counts too";
-  EXPECT_EQ(bare.engine.restore(tickets[3], kPass, false, true).outcome, RestoreOutcome::kPending);
-  (void)bare.engine.completed(fourth, true, {});
-  const RestoreVerdict next = bare.engine.restore(tickets[3], kPass, false, true);
-  EXPECT_EQ(next.outcome, RestoreOutcome::kShared);
-  EXPECT_EQ(to_string(next.commands),
-            "release restored storage 4 of copy 7\n"
-            "alloc 64 bytes at 0 for storage 2\n");
-  const Stats stats = bare.engine.stats();
-  EXPECT_EQ(stats.prefetch_hits, 1u);
-  EXPECT_EQ(stats.prefetch_misses, 1u);
-}
-
-TEST(EnginePrefetch, WholeBackwardLoadsEachByteOnce) {
-  Driver driver({.config = kPrefetching});
-  const std::vector<Saved> saved = offloaded_storages(driver, 12);
-  for (auto one = saved.rbegin(); one != saved.rend(); ++one) {
-    EXPECT_NE(driver.unpack(*one, kPass), nullptr);
-    EXPECT_LE(driver.device.used_bytes(), 64u + 128u);
-    driver.drop(*one);
-  }
-  driver.end_pass(kPass);
-  const Stats stats = driver.engine.stats();
-  EXPECT_EQ(stats.h2d_copies, 12u);
-  EXPECT_EQ(stats.prefetch_hits, 11u);
-  driver.expect_at_rest();
-}
-
-TEST(EnginePrefetch, OfAnotherEpochOrALeasedOneOrTheServedIsNotDone) {
-  Driver driver({.config = {.prefetch_bytes = 1 << 20}});
-  const Saved other = offloaded(driver, {bytes_view(0, 64)}, EpochId{2}).front();
-  const Storage held = filled(driver, 64);
-  const Saved leased = driver.pack(held, bytes_view(0, 64), EpochId{1});
-  const std::vector<Saved> saved = offloaded_storages(driver, 2);
-  EXPECT_NE(driver.unpack(saved[0], kPass), nullptr);
-  EXPECT_NE(driver.unpack(saved[1], kPass), nullptr);
-  EXPECT_EQ(driver.engine.stats().h2d_copies, 2u);
-  for (const Saved& one : {other, leased, saved[0], saved[1]}) driver.drop(one);
-}
-
-TEST(EnginePrefetch, BoundIsPerDevice) {
-  Bare bare({.prefetch_bytes = 64});
-  std::vector<TicketId> tickets;
-  for (std::uint64_t n = 1; n <= 5; ++n) {
-    const StorageRef source{DeviceId{static_cast<std::int64_t>(n % 2)}, n, 0x1000 * n, 64};
-    const SaveVerdict saved = bare.engine.save({.storage = source, .view = bytes_view(0, 64), .epoch = EpochId{1}});
-    (void)bare.engine.completed(bare.engine.probed(saved.storage, kFree).front().copy, true, kFree);
-    tickets.push_back(saved.ticket);
-  }
-  EXPECT_EQ(to_string(bare.engine.restore(tickets[4], kPass, false, false).commands),
-            "alloc 64 bytes at 0 for storage 4\n"
-            "alloc 64 bytes at 0 for storage 3\n");
-}
-
-TEST(EnginePrefetch, GuessesAreDroppedAtTheEndOfThePass) {
-  Driver driver({.config = kPrefetching});
-  const std::vector<Saved> saved = offloaded_storages(driver, 3);
-  EXPECT_NE(driver.unpack(saved[2], kPass), nullptr);
-  EXPECT_EQ(driver.device.used_bytes(), 128u);
-  driver.end_pass(kPass);
-  EXPECT_EQ(driver.device.used_bytes(), 0u);
-  EXPECT_NE(driver.unpack(saved[2], kNextPass), nullptr);
-  EXPECT_EQ(driver.device.used_bytes(), 128u) << "their bytes are free to guess with again";
-  for (const Saved& one : saved) driver.drop(one);
-  driver.expect_at_rest();
-}
-
-TEST(EnginePrefetch, GuessThatIsLoadingWhenThePassEndsIsDroppedWhenDone) {
-  Driver driver({.config = kPrefetching, .hold_copies = true});
-  const std::vector<Saved> saved = offloaded_storages(driver, 2);
-  EXPECT_NE(driver.unpack(saved[1], kPass), nullptr);
-  driver.end_pass(kPass);
-  EXPECT_EQ(driver.device.used_bytes(), 64u) << "a copy writes to it";
-  driver.complete_all();
-  EXPECT_EQ(driver.device.used_bytes(), 0u);
-  for (const Saved& one : saved) driver.drop(one);
-  driver.expect_at_rest();
-}
-
-TEST(EnginePrefetch, FailedAllocationForATicketReleasesGuessesAndIsRetried) {
-  for (const bool hold_copies : {false, true}) {
-    Driver driver({.config = kPrefetching, .device_capacity = 64 * 3, .hold_copies = hold_copies});
-    const std::vector<Saved> saved = offloaded_storages(driver, 4);
-    EXPECT_NE(driver.unpack(saved[3], kPass), nullptr);
-    const Storage other = driver.device.allocate(64);
-    ASSERT_EQ(driver.device.used_bytes(), 64u * 3) << "full of guesses";
-    EXPECT_NE(driver.unpack(saved[0], kPass), nullptr);
-    for (const Saved& one : saved) driver.drop(one);
-  }
-}
-
-TEST(EnginePrefetch, FailedAllocationReleasesWhatIsHeldForOtherTickets) {
-  Driver driver({.device_capacity = 96});
-  const std::vector<Saved> views = offloaded(driver, kHalves);
-  const Saved other = offloaded_storages(driver, 1).front();
-  EXPECT_NE(driver.unpack(views[0], kPass), nullptr);
-  EXPECT_NE(driver.unpack(other, kPass), nullptr);
-  EXPECT_NE(driver.unpack(views[1], kPass), nullptr);
-  for (const Saved& one : {views[0], views[1], other}) driver.drop(one);
-  driver.expect_at_rest();
-}
-
-TEST(EnginePrefetch, FailedGuessIsOnlyCancelled) {
-  Driver driver({.config = {.prefetch_bytes = 1 << 20}, .device_capacity = 64 * 3});
-  const std::vector<Saved> saved = offloaded_storages(driver, 5);
-  for (auto one = saved.rbegin(); one != saved.rend(); ++one) {
-    EXPECT_NE(driver.unpack(*one, kPass), nullptr);
-    driver.drop(*one);
-  }
-  EXPECT_EQ(driver.engine.stats().h2d_copies, 5u) << "no guess that worked was loaded twice";
-  driver.end_pass(kPass);
-  driver.expect_at_rest();
-}
-
-TEST(EnginePrefetch, GuessThatSomebodyWaitsForIsKeptWhenMemoryIsShort) {
-  Bare bare(kPrefetching);
-  const TicketId wanted = bare.offload();
-  const TicketId other = bare.offload();
-  const TicketId last = bare.offload();
-  (void)bare.engine.restore(last, kPass, false, false);
-  const CopyId guess = bare.allocate(1);
-  (void)bare.allocate(2);
-  const Commands short_of_memory = bare.engine.allocation_failed(StorageId{3});
-  EXPECT_EQ(to_string(short_of_memory), "wait copy 4\nwait copy 5\n");
-  EXPECT_EQ(bare.engine.restore(wanted, kPass, false, true).outcome, RestoreOutcome::kPending);
-  EXPECT_TRUE(bare.engine.completed(guess, true, {}).empty());
-  EXPECT_EQ(to_string(bare.engine.completed(CopyId{5}, true, {})), "release restored storage 2 of copy 5\n");
-  EXPECT_EQ(bare.engine.restore(wanted, kPass, false, true).outcome, RestoreOutcome::kShared);
-  EXPECT_EQ(bare.engine.restore(other, kPass, false, false).outcome, RestoreOutcome::kLoad);
-}
-
-TEST(EnginePrefetch, DroppedGuessGivesItsBudgetBack) {
-  Driver driver({.config = kPrefetching});
-  std::vector<Saved> saved = offloaded_storages(driver, 5);
-  EXPECT_NE(driver.unpack(saved[4], kPass), nullptr);
-  driver.drop(saved[3]);
-  driver.drop(saved[2]);
-  EXPECT_EQ(driver.device.used_bytes(), 0u);
-  EXPECT_NE(driver.unpack(saved[4], kPass), nullptr);
-  EXPECT_EQ(driver.device.used_bytes(), 128u);
-  for (const int i : {0, 1, 4}) driver.drop(saved[i]);
-  driver.expect_at_rest();
 }
 
 }  // namespace

@@ -2,7 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <random>
+#include <variant>
 #include <vector>
 
 #include "engine_driver.h"
@@ -11,8 +13,9 @@ namespace ebbtide::testing {
 namespace {
 
 DriverOptions options() {
-  return {.config = {.keep_last_bytes = 256, .prefetch_bytes = 256, .in_flight_bytes = 256},
+  return {.config = {.keep_last_bytes = 256, .prefetch_bytes = 256, .in_flight_bytes = 256, .pack_below_bytes = 128, .pack_bytes = 256},
           .tier_capacity = 4096,
+          .backing_capacity = 2048,
           .hold_copies = true,
           .record = true};
 }
@@ -25,12 +28,14 @@ Journal random_run(std::uint32_t seed) {
     const EpochId epoch = driver.begin_epoch();
     std::vector<Saved> saved;
     for (int i = 0; i < 12; ++i) {
+      if (i % 4 == 0) driver.begin_group(epoch, 1 + below(3));
       Storage storage = driver.device.allocate(64 + 64 * below(4), 64 * below(8));
       write(storage, static_cast<std::uint8_t>(below(256)));
       saved.push_back(driver.pack(storage, bytes_view(0, 64), epoch));
       saved.push_back(driver.pack(storage, bytes_view(below(32), 64), epoch));
       storage.reset();
       if (below(4) == 0) driver.complete_all();
+      if (i % 4 == 3) driver.end_group();
     }
     driver.end_epoch(epoch);
     while (!saved.empty()) {
@@ -50,7 +55,8 @@ Journal random_run(std::uint32_t seed) {
 
 std::optional<Divergence> replay_afresh(const Journal& journal) {
   const DriverOptions same = options();
-  Engine engine(same.config, std::make_shared<FakeSpace>(same.tier_capacity));
+  Engine engine(same.config, std::make_shared<FakeSpace>(same.tier_capacity),
+                std::make_shared<FakeSpace>(same.backing_capacity, Tier::kFile));
   return replay(journal, engine);
 }
 
@@ -77,7 +83,8 @@ TEST(Journal, FindsATamperedAnswer) {
 
 TEST(Journal, FindsACallThatIsMissing) {
   Journal journal = random_run(2);
-  journal.erase(journal.begin() + 1);  // the first save
+  const auto is_save = [](const JournalEntry& entry) { return std::holds_alternative<SaveRequest>(entry.call); };
+  journal.erase(std::ranges::find_if(journal, is_save));
   EXPECT_TRUE(replay_afresh(journal));
 }
 
@@ -87,7 +94,7 @@ TEST(Journal, AnswersAreTextAndErrorsToo) {
   EXPECT_EQ(answer(engine, calls::Kept{KeepReason::kPolicy, 8}), "");
   EXPECT_EQ(answer(engine, SaveRequest{.storage = {DeviceId{0}, 1, 0x1000, 64}, .view = bytes_view(0, 64)}),
             "kept small\n");
-  EXPECT_EQ(answer(engine, calls::Restore{TicketId{4}, PassId{1}, false, false}).substr(0, 32),
+  EXPECT_EQ(answer(engine, calls::Restore{TicketId{4}, PassId{1}, false, false, {}}).substr(0, 32),
             "error: [Engine.restore] ticket 4");
   EXPECT_EQ(answer(engine, calls::EndEpoch{EpochId{1}}), "");
 }

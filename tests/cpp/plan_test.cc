@@ -20,6 +20,7 @@ TEST(Text, OfValueTypes) {
   EXPECT_EQ(to_string(Tier::kDevice), "device");
   EXPECT_EQ(to_string(Tier::kHost), "host");
   EXPECT_EQ(to_string(Tier::kFile), "file");
+  EXPECT_EQ(to_string(Tier::kStaging), "staging");
   EXPECT_EQ(to_string(ByteRange{0, 16}), "[0, 16)");
   EXPECT_EQ(to_string(kStorage), "device:0x1000+0");
   EXPECT_EQ(to_string(kFileBlock), "file:0+4096");

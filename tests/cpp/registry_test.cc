@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdint>
 #include <vector>
 
 namespace ebbtide {
@@ -92,16 +93,36 @@ TEST(Registry, WalksBackInOrderOfSaving) {
     visited.push_back(entry.id);
     return true;
   };
-  registry.walk_back(ids[3], visit);
+  const auto need = [&](StorageId id) { return registry.find(id)->need; };
+  registry.walk_back(need(ids[3]), visit);
   EXPECT_EQ(visited, (std::vector<StorageId>{ids[2], ids[0]}));
   visited.clear();
-  registry.walk_back(ids[0], visit);
+  registry.walk_back(need(ids[0]), visit);
   EXPECT_TRUE(visited.empty());
-  registry.walk_back(ids[3], [&](Entry& entry) {
+  registry.walk_back(need(ids[3]), [&](Entry& entry) {
     visited.push_back(entry.id);
     return false;
   });
   EXPECT_EQ(visited, (std::vector<StorageId>{ids[2]}));
+}
+
+TEST(Registry, SavedAgainItIsNeededBeforeAllThatWasSavedEarlier) {
+  Registry registry;
+  std::vector<StorageId> ids;
+  for (int i = 0; i < 3; ++i) ids.push_back(registry.create(kSource, 0, kEpoch).id);
+  const auto order = [&] {
+    std::vector<StorageId> visited;
+    registry.walk_back(UINT64_MAX, [&](Entry& entry) {
+      visited.push_back(entry.id);
+      return true;
+    });
+    return visited;
+  };
+  registry.renew(*registry.find(ids[0]), GroupId{1});
+  EXPECT_EQ(order(), (std::vector<StorageId>{ids[0], ids[2], ids[1]}));
+  registry.renew(*registry.find(ids[1]), GroupId{1});
+  registry.renew(*registry.find(ids[0]), GroupId{1});
+  EXPECT_EQ(order(), (std::vector<StorageId>{ids[0], ids[1], ids[2]}));
 }
 
 TEST(Entry, MissingIsWhatIsWantedAndNotCopied) {
@@ -113,9 +134,10 @@ TEST(Entry, MissingIsWhatIsWantedAndNotCopied) {
 
 TEST(Entry, LoadsOnlyWhatTheRestoredStorageIsToHold) {
   Entry entry;
-  entry.copied = {{{0, 16}, {Tier::kHost, 0, 0}}, {{32, 64}, {Tier::kHost, 0, 16}}};
+  entry.stored = {{{0, 16}, ParcelId{1}, 0}, {{32, 64}, ParcelId{2}, 16}};
   entry.restored_valid = {{0, 16}};
-  EXPECT_EQ(entry.to_load(), (std::vector<CopiedSpan>{entry.copied[0]}));
+  ASSERT_EQ(entry.to_load().size(), 1u);
+  EXPECT_EQ(entry.to_load().front().parcel, ParcelId{1});
 }
 
 }  // namespace

@@ -6,8 +6,9 @@ import os
 import sys
 from pathlib import Path
 
-# These tests are about CPU tensors, also on a machine with an accelerator.
-os.environ.setdefault("EBBTIDE_DEVICE", "cpu")
+# These tests are about the device of their backend, also on a machine with an accelerator.
+on_tide = os.environ.get("EBBTIDE_TEST_BACKEND") == "torch-tide"
+os.environ.setdefault("EBBTIDE_DEVICE", "tide" if on_tide else "cpu")
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -2,15 +2,48 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import ebbtide.torch as ebb
 
+# What the process tests: one framework on one device, by EBBTIDE_TEST_BACKEND.
+BACKEND = os.environ.get("EBBTIDE_TEST_BACKEND", "torch-cpu")
+DEVICE = "tide" if BACKEND == "torch-tide" else "cpu"
+
 # Nothing is held back: every storage is copied as soon as nobody else holds it, and copies are waited for.
 EXACT: dict[str, Any] = {"min_bytes": 0, "keep_last_bytes": 0, "in_flight_bytes": 0}
+
+
+def load_test_device() -> None:
+    """The device of tests/device as torch's accelerator; skips the test where it cannot be built."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "device"))
+    try:
+        import tide_device  # noqa: F401
+    except ImportError as error:
+        pytest.skip(f"THE TEST DEVICE CANNOT BE BUILT HERE, nothing of it was tested: {error}")
+
+
+def device_races() -> list[str]:
+    """What the test device has seen since it was asked last: pairs of accesses without order."""
+    from tide_device import control
+
+    for index in range(torch.accelerator.device_count()):
+        torch.accelerator.synchronize(index)
+    races = [str(race) for race in control.races()]
+    control.reset()
+    return races
+
+
+def assert_no_races() -> None:
+    races = device_races()
+    assert not races, races
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -38,8 +71,20 @@ def assert_same_bits(
             assert same_bits(a, b), f"tensor {i} of shape {tuple(a.shape)} differs"
 
 
+def end_backward() -> None:
+    """Until what backward has run is let go of: an accelerator's thread drops its last node, and with it the graph, after
+    the caller has gone on."""
+    if DEVICE == "cpu":
+        return
+    for index in range(torch.accelerator.device_count()):
+        # One thread serves a device: it comes to this when it is done with all before.
+        nothing = torch.zeros((), device=f"{DEVICE}:{index}", requires_grad=True)
+        torch.autograd.grad(nothing.clone(), nothing)
+
+
 def assert_at_rest(tide: ebb.Offload) -> None:
     """Nothing is held any more; without a garbage collector run."""
+    end_backward()
     tide.synchronize()
     stats = tide.stats()
     held = (stats.entries, stats.device_bytes, stats.host_bytes, stats.disk_bytes, stats.parked)

@@ -107,6 +107,7 @@ def test_sizes(name: str) -> None:
         ({"to": b"/tmp"}, ["[OffloadConfig.to]", "b'/tmp'", '"host"']),
         ({"keep_last_groups": -1}, ["[OffloadConfig.keep_last_groups]", "-1", "whole number"]),
         ({"prefetch_groups": True}, ["[OffloadConfig.prefetch_groups]", "True", "whole number"]),
+        ({"group_swap": "perhaps"}, ["[OffloadConfig.group_swap]", "'perhaps'", "True or False"]),
         ({"max_device_memory": "x"}, ["[OffloadConfig.max_device_memory]", "'x'", "give bytes"]),
         ({"max_slowdown": "slow"}, ["[OffloadConfig.max_slowdown]", "'slow'", "give a number"]),
         ({"max_slowdown": math.nan}, ["[OffloadConfig.max_slowdown]", "nan", "give a number"]),
@@ -149,9 +150,6 @@ def test_options_that_exclude_each_other(what: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("name", "value", "default"),
     [
-        ("keep_last_groups", 1, None),
-        ("prefetch_groups", 1, None),
-        ("group_swap", True, False),
         ("max_device_memory", "40GiB", None),
         ("max_slowdown", 1.1, None),
     ],
@@ -225,6 +223,9 @@ def test_policy_has_no_environment_name(monkeypatch: pytest.MonkeyPatch) -> None
         ("tune_malloc", "no", False),
         ("tune_malloc", "True", True),
         ("group_swap", "false", False),
+        ("group_swap", "1", True),
+        ("keep_last_groups", "0", 0),
+        ("prefetch_groups", " 3 ", 3),
     ],
 )
 def test_environment_values(
@@ -313,6 +314,8 @@ def test_defaults_on_an_accelerator() -> None:
     assert resolved.prefetch_bytes == 256 * MIB
     assert resolved.in_flight_bytes == GIB
     assert resolved.max_disk_bytes is None
+    assert (resolved.keep_last_groups, resolved.prefetch_groups) == (1, 1)
+    assert (resolved.group_swap, resolved.pack_below_bytes) == (False, 0)
     assert (resolved.only, resolved.on_inplace) == ("saved", "error")
     assert (resolved.allow_tmpfs, resolved.tune_malloc) == (False, True)
 
@@ -324,6 +327,9 @@ def test_defaults_for_cpu_tensors(disk: Path) -> None:
     assert resolved.keep_last_bytes == 32 * MIB
     assert resolved.prefetch_bytes == 64 * MIB
     assert resolved.in_flight_bytes == 64 * MIB
+    assert (resolved.keep_last_groups, resolved.prefetch_groups) == (None, None)
+    asked = OffloadConfig(keep_last_groups=2, prefetch_groups=0).resolve("cpu", False, 0)
+    assert (asked.keep_last_groups, asked.prefetch_groups) == (2, 0)
 
 
 @pytest.mark.parametrize(
@@ -339,6 +345,42 @@ def test_the_tier_decides_min_bytes(accelerator: bool, to: str, disk: Path) -> N
     resolved = OffloadConfig(to=to).resolve("x", accelerator, GIB)
     assert resolved.tier == to
     assert resolved.min_bytes == (256 if to == "host" else 64) * KIB
+
+
+@pytest.mark.parametrize("accelerator", [True, False])
+@pytest.mark.parametrize("to", ["host", "disk"])
+def test_group_swap_packs_and_takes_smaller_storages(
+    accelerator: bool, to: str, disk: Path
+) -> None:
+    resolved = OffloadConfig(to=to, group_swap=True).resolve("x", accelerator, GIB)
+    assert (resolved.group_swap, resolved.pack_below_bytes) == (True, 400_000)
+    assert resolved.min_bytes == 64 * KIB
+    given = OffloadConfig(to=to, group_swap=True, min_bytes=7).resolve("x", accelerator, GIB)
+    assert given.min_bytes == 7
+
+
+@pytest.mark.parametrize("what", ["keep_last", "prefetch"])
+@pytest.mark.parametrize(
+    ("options", "nbytes", "groups"),
+    [({}, None, 1), ({"groups": 0}, None, 0), ({"groups": 3}, None, 3), ({"bytes": 0}, 0, None)],
+)
+def test_groups_decide_unless_bytes_are_given(
+    what: str, options: dict[str, int], nbytes: int | None, groups: int | None
+) -> None:
+    default = OffloadConfig().resolve("cuda", True, GIB)
+    given = {f"{what}_{unit}": value for unit, value in options.items()}
+    resolved = OffloadConfig.from_options(**given).resolve("cuda", True, GIB)
+    expected = getattr(default, f"{what}_bytes") if nbytes is None else nbytes
+    assert getattr(resolved, f"{what}_bytes") == expected
+    assert getattr(resolved, f"{what}_groups") == groups
+    other = "prefetch" if what == "keep_last" else "keep_last"
+    assert getattr(resolved, f"{other}_groups") == 1
+
+
+def test_a_disk_behind_host_memory_has_both_caps(disk: Path) -> None:
+    made = OffloadConfig(to=disk, max_host_bytes="1MiB", max_disk_bytes="1GiB")
+    resolved = made.resolve("cuda", True, GIB)
+    assert (resolved.max_host_bytes, resolved.max_disk_bytes) == (MIB, GIB)
 
 
 def test_what_was_asked_for_is_used(disk: Path) -> None:

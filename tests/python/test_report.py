@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+import re
 from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 
-from ebbtide.report import KEEP_REASONS, Stats, metrics, render_report
+from ebbtide.report import KEEP_REASONS, GroupTotals, Stats, metrics, render_report
 
 MIB = 1 << 20
 
@@ -83,20 +85,36 @@ def test_stats_compare_hash_pickle_and_copy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("on_disk", "place", "other"), [(True, "disk", "host"), (False, "host", "disk")]
+    ("first_tier", "behind", "host", "disk"),
+    [
+        ("disk", (0, 0), (0, 0), (21, 22)),
+        ("host", (0, 0), (21, 22), (0, 0)),
+        ("host", (31, 32), (21, 22), (31, 32)),
+    ],
 )
-def test_from_core(on_disk: bool, place: str, other: str) -> None:
+def test_from_core(
+    first_tier: Literal["host", "disk"],
+    behind: tuple[int, int],
+    host: tuple[int, int],
+    disk: tuple[int, int],
+) -> None:
     given = dataclasses.asdict(sample())
     held = [name for name in NAMES if name.endswith(("host_bytes", "disk_bytes"))]
     for name in (*held, "host_reserved_bytes", "exposed_wait_s"):
         del given[name]
-    core = SimpleNamespace(**given, tier_bytes=21, peak_tier_bytes=22)
-    stats = Stats.from_core(core, on_disk=on_disk, host_reserved_bytes=23, exposed_wait_s=2.5)
+    core = SimpleNamespace(
+        **given,
+        tier_bytes=21,
+        peak_tier_bytes=22,
+        backing_bytes=behind[0],
+        peak_backing_bytes=behind[1],
+    )
+    stats = Stats.from_core(core, first_tier=first_tier, host_reserved_bytes=23, exposed_wait_s=2.5)
     found = dataclasses.asdict(stats)
     assert {name: found[name] for name in given} == given
     assert (stats.host_reserved_bytes, stats.exposed_wait_s) == (23, 2.5)
-    assert (found[f"{place}_bytes"], found[f"peak_{place}_bytes"]) == (21, 22)
-    assert (found[f"{other}_bytes"], found[f"peak_{other}_bytes"]) == (0, 0)
+    assert (stats.host_bytes, stats.peak_host_bytes) == host
+    assert (stats.disk_bytes, stats.peak_disk_bytes) == disk
 
 
 def test_metrics_are_flat_floats() -> None:
@@ -170,7 +188,14 @@ def test_report_is_plain_ascii_of_at_most_100_columns(
     monkeypatch.setenv("COLUMNS", "250")
     every = {name: 10**15 for name in NAMES if name not in ("kept", "exposed_wait_s")}
     stats = Stats(**every, kept=dict.fromkeys(REASONS, 10**9), exposed_wait_s=1e6)
-    for text in (render_report(stats, "tide"), render_report(Stats(), "tide")):
+    group = GroupTotals("layer." * 50, 10**5, 10**5, 10**15, 10**15, 10**15, 10**5)
+    total = dataclasses.replace(stats, storages=10**9, prefetch_misses=10**9)
+    texts = (
+        render_report(stats, "tide"),
+        render_report(Stats(), "tide"),
+        render_report(total, "tide", [group] * 1000),
+    )
+    for text in texts:
         assert text.isascii() and "\x1b" not in text
         assert max(map(len, text.splitlines())) <= 100
         assert text.endswith("\n") and not text.endswith("\n\n")
@@ -180,3 +205,79 @@ def test_title_and_reasons_are_no_markup() -> None:
     text = render_report(Stats(kept={"[bold]odd[/bold]": 1}), "step [red]1[/red] :smile:")
     assert text.splitlines()[0] == "step [red]1[/red] :smile:"
     assert "kept: [bold]odd[/bold]" in text
+
+
+# --- groups
+
+
+def group(number: int) -> GroupTotals:
+    return GroupTotals(
+        name=f"layers.{number}",
+        runs=3,
+        storages=10,
+        unique_bytes=5 * MIB,
+        d2h_bytes=2 * MIB,
+        h2d_bytes=MIB,
+        prefetch_misses=1,
+    )
+
+
+def group_rows(text: str) -> list[list[str]]:
+    """The second table's cells, row by row, without its head."""
+    rows = text.split("\n\n groups ")[1].splitlines()[2:]
+    return [re.split(r"\s{2,}", row.strip()) for row in rows if "--" not in row]
+
+
+def test_report_without_groups_has_one_table() -> None:
+    assert render_report(sample(), "tide", []) == render_report(sample(), "tide")
+    assert "groups" not in render_report(sample(), "tide")
+
+
+def test_groups_and_the_rest_add_up() -> None:
+    stats = dataclasses.replace(sample(), prefetch_misses=9)
+    text = render_report(stats, "tide", [group(0), group(1)])
+    assert text.startswith(render_report(stats, "tide"))
+    assert group_rows(text) == [
+        ["layers.0", "3", "10", "5.0 MiB", "2.0 MiB", "1.0 MiB", "1"],
+        ["layers.1", "3", "10", "5.0 MiB", "2.0 MiB", "1.0 MiB", "1"],
+        ["outside groups", "180", "90.0 MiB", "46.0 MiB", "38.0 MiB", "7"],
+    ]
+
+
+@pytest.mark.parametrize(("count", "listed"), [(1, 1), (12, 12), (13, 11), (200, 11)])
+def test_many_groups_are_cut_short_and_still_add_up(count: int, listed: int) -> None:
+    stats = Stats(
+        storages=10 * count + 4,
+        unique_bytes=5 * MIB * count,
+        d2h_bytes=2 * MIB * count,
+        h2d_bytes=MIB * count,
+        prefetch_misses=count,
+    )
+    rows = group_rows(render_report(stats, "tide", [group(number) for number in range(count)]))
+    assert [row[0] for row in rows[:listed]] == [f"layers.{number}" for number in range(listed)]
+    assert rows[-1] == ["outside groups", "4", "0 B", "0 B", "0 B", "0"]
+    if count == listed:
+        assert len(rows) == listed + 1
+        return
+    assert len(rows) == listed + 2
+    rest = count - listed
+    assert rows[listed][:3] == [f"... and {rest} more", f"{3 * rest}", f"{10 * rest:,}"]
+    assert rows[listed][-1] == f"{rest}"
+
+
+def test_what_lies_outside_is_never_below_zero() -> None:
+    rows = group_rows(render_report(Stats(), "tide", [group(0)]))
+    assert rows[-1] == ["outside groups", "0", "0 B", "0 B", "0 B", "0"]
+
+
+def test_long_group_names_keep_their_end() -> None:
+    names = ["base_model.model.model.layers.31", "model." * 20 + "layers.31"]
+    text = render_report(sample(), "tide", [GroupTotals(name) for name in names])
+    whole, cut, _ = (row[0] for row in group_rows(text))
+    assert whole == names[0]
+    assert cut.startswith("...") and cut.endswith(".model.model.layers.31")
+
+
+def test_group_names_are_no_markup() -> None:
+    text = render_report(sample(), "tide", [GroupTotals("[red]a[/red] :smile:")])
+    assert "[red]a[/red] :smile:" in text

@@ -60,33 +60,34 @@ def offload(
         )
     if config is None:
         config = OffloadConfig.from_options(**options)
-    _require_cpu(config.device)
-    resolved = config.resolve("cpu", accelerator=False)
-    if resolved.tune_malloc:
+    device_type = _device_type(config.device)
+    on_accelerator = device_type != "cpu"
+    total_bytes = _device_bytes(device_type) if on_accelerator else 0
+    resolved = config.resolve(device_type, on_accelerator, total_bytes)
+    if not on_accelerator and resolved.tune_malloc:
         process.fix_malloc_threshold()
-    return Offload(TorchFramework("cpu"), config, resolved, model)
+    return Offload(TorchFramework(device_type), config, resolved, model)
 
 
-def _require_cpu(device: str | None) -> None:
-    """Refuses accelerators, which this release does not have; also where one would be the default."""
+def _device_type(device: str | None) -> str:
+    """The type of the devices whose tensors are offloaded."""
+    accelerator = _accelerator()
     if device is None:
-        accelerator = _accelerator()
-        if accelerator is not None:
-            raise UsageError(
-                f"[offload] this machine has an accelerator ({accelerator}), and this release "
-                "offloads CPU tensors only: pass device='cpu' if that is what you train on"
-            )
-        return
+        return accelerator or "cpu"
     try:
-        device_type = torch.device(device).type
+        device_type = str(torch.device(device).type)
     except (RuntimeError, TypeError) as error:
         raise UsageError(
-            f"[offload] device={device!r} is not a torch device: pass 'cpu'"
+            f"[offload] device={device!r} is not a torch device: pass 'cpu', or what "
+            "torch.accelerator.current_accelerator() says"
         ) from error
-    if device_type != "cpu":
+    if device_type not in ("cpu", accelerator):
+        found = f"{accelerator!r}" if accelerator else "none"
         raise UsageError(
-            f"[offload] device={device!r}: this release offloads CPU tensors only: pass device='cpu'"
+            f"[offload] device={device!r}: the accelerator of this torch on this machine is {found}: pass that, "
+            "or 'cpu'"
         )
+    return device_type
 
 
 def _accelerator() -> str | None:
@@ -95,3 +96,15 @@ def _accelerator() -> str | None:
         return None
     accelerator = torch.accelerator.current_accelerator()
     return None if accelerator is None else str(accelerator.type)
+
+
+def _device_bytes(device_type: str) -> int:
+    """Memory of the smallest device in bytes; 0 where torch does not tell."""
+    properties = getattr(getattr(torch, device_type, None), "get_device_properties", None)
+    if properties is None:
+        return 0
+    sizes = [
+        getattr(properties(index), "total_memory", 0)
+        for index in range(torch.accelerator.device_count())
+    ]
+    return min(sizes, default=0)

@@ -18,12 +18,21 @@ def leave_alone(functions: Iterable[Callable[..., Any]]) -> None:
     As ``torch.compiler.disable`` does, without importing the compiler. Without the private names of torch that it takes
     (they are probed), compiled code under the context may raise a TypeError.
     """
-    strategy = None
-    eval_frame: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
-    action = getattr(eval_frame, "_FrameAction", None)
-    if action is not None and hasattr(eval_frame, "set_code_exec_strategy"):
-        strategy = eval_frame._FrameExecStrategy(action.SKIP, action.SKIP)
+    functions = tuple(functions)
     for function in functions:
         function._torchdynamo_disable = True  # type: ignore[attr-defined]
-        if strategy is not None:
-            eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    skip_frames(functions)
+
+
+def skip_frames(functions: Iterable[Callable[..., Any]]) -> None:
+    """Run these functions, and what they call, as plain Python where plain Python calls them.
+
+    What is traced already goes on through them; ``torch.compiler.is_compiling()`` tells the two apart.
+    """
+    eval_frame: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    action = getattr(eval_frame, "_FrameAction", None)
+    if action is None or not hasattr(eval_frame, "set_code_exec_strategy"):
+        return
+    strategy = eval_frame._FrameExecStrategy(action.SKIP, action.SKIP)
+    for function in functions:
+        eval_frame.set_code_exec_strategy(function.__code__, strategy)

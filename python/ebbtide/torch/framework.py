@@ -12,7 +12,9 @@ from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 
 from ebbtide._core import KeepReason
-from ebbtide.framework import StorageRef, ViewMeta, Weights
+from ebbtide.framework import StorageRef, Streams, ViewMeta, Weights
+from ebbtide.torch.blocks import repeated_blocks, watch
+from ebbtide.torch.streams import TorchStreams
 from ebbtide.torch.weights import ModelWeights, is_weight, is_weight_cast
 
 _ALIGNMENT_BYTES = 512
@@ -51,6 +53,8 @@ class TorchFramework:
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
         self._is_cpu = device_type == "cpu"
+        self.streams: Streams | None = None if self._is_cpu else _streams(device_type)
+        self._capturing = _capture_query(device_type)
         self._dtype_kinds: dict[torch.dtype, int] = {}
         self._empty: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
@@ -66,8 +70,15 @@ class TorchFramework:
             return KeepReason.UNSUPPORTED
         if _is_functorch_wrapped(tensor):
             return KeepReason.UNSUPPORTED
-        if not tensor.is_cpu if self._is_cpu else tensor.device.type != self.device_type:
+        if self._is_cpu:
+            if not tensor.is_cpu:
+                return KeepReason.DEVICE
+        elif tensor.device.type != self.device_type:
             return KeepReason.DEVICE
+        elif self._capturing is not None and self._capturing():
+            return KeepReason.CAPTURE
+        elif not _is_of_allocator(tensor.untyped_storage()):
+            return KeepReason.UNSUPPORTED
         if weights.holds(tensor.untyped_storage()):
             return KeepReason.PARAMETER
         if tensor.dtype in _CAST_DTYPES and is_weight_cast(tensor if base is None else base):
@@ -117,15 +128,21 @@ class TorchFramework:
         device = 0 if self._is_cpu else storage.device.index
         return StorageRef(device, storage._cdata, storage.data_ptr(), storage.nbytes())
 
+    def address(self, storage: torch.UntypedStorage) -> int:
+        return storage.data_ptr()
+
+    def unmoved(self, storage: torch.UntypedStorage, ref: StorageRef) -> bool:
+        return storage.data_ptr() == ref.address and storage.nbytes() == ref.nbytes
+
     def weak(self, storage: torch.UntypedStorage) -> WeakStorage:
         return WeakStorage(storage)
 
     def lock(self, weak: WeakStorage) -> torch.UntypedStorage | None:
         return torch.UntypedStorage._new_with_weak_ptr(weak.pointer)
 
-    def holders(self, held: list[torch.UntypedStorage]) -> int:
+    def holders(self, held: list[torch.UntypedStorage]) -> int | None:
         if _use_count is None:
-            return 0
+            return None
         # Tensors hold the storage itself; users may also hold the same Python object as the session. Python's own calls
         # hold their arguments once or twice (a compiler's or a debugger's frame evaluation), so none is in between.
         return (
@@ -156,9 +173,6 @@ class TorchFramework:
                 raise
             raise MemoryError(str(error)) from error
 
-    def current_stream(self, device: int) -> int:
-        return 0
-
     # --- in-place counters
 
     def version(self, tensor: torch.Tensor) -> int:
@@ -170,6 +184,11 @@ class TorchFramework:
     def _emptied(self, tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
         """``data`` on the in-place counter of ``tensor``."""
         alias = tensor.detach()
+        # Some devices refuse data whose lazy bits differ.
+        if alias.is_conj() != data.is_conj():
+            alias = torch._conj(alias).detach()
+        if alias.is_neg() != data.is_neg():
+            alias = torch._neg_view(alias).detach()
         alias.data = data
         return alias
 
@@ -234,8 +253,31 @@ class TorchFramework:
     ) -> AbstractContextManager[Any]:
         return saved_tensors_hooks(pack, unpack)
 
+    def watch_blocks(
+        self, model: Any, begin: Callable[[str], None], end: Callable[[str], None]
+    ) -> Callable[[], None]:
+        return watch(repeated_blocks(model), begin, end)
+
     def weights(self, model: Any) -> Weights:
         return ModelWeights(model)
+
+
+_all_streams: dict[str, TorchStreams] = {}
+
+
+def _streams(device_type: str) -> TorchStreams:
+    """Of this process: copy streams are few, and shared."""
+    return _all_streams.setdefault(device_type, TorchStreams(device_type))
+
+
+def _capture_query(device_type: str) -> Callable[[], bool] | None:
+    return getattr(getattr(torch, device_type, None), "is_current_stream_capturing", None)
+
+
+def _is_of_allocator(storage: torch.UntypedStorage) -> bool:
+    """Whether torch's allocator owns the memory. That of others (parts of a storage, memory taken over from other
+    libraries) cannot be kept from reuse while a stream works on it, nor allocated anew at the same residue."""
+    return storage.resizable() and storage.data_ptr() % _ALIGNMENT_BYTES == 0
 
 
 def _with_bits(tensor: torch.Tensor, conj: bool, neg: bool) -> torch.Tensor:

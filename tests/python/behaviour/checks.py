@@ -51,10 +51,28 @@ def compare(
     return tide.stats()
 
 
-def assert_moved(stats: Any, nbytes: int, copies: int = 1) -> None:
-    """Exactly this much went out, in this many copies, and came back once."""
-    moved = (stats.d2h_copies, stats.d2h_bytes, stats.h2d_copies, stats.h2d_bytes)
-    assert moved == (copies, nbytes, copies, nbytes), stats
+def assert_out(
+    backend: Backend, stats: Any, nbytes: int, copies: int = 1, *, packs: int = 1
+) -> None:
+    """Exactly this much went out: in ``copies``, and where small storages are packed in ``packs``."""
+    expected = (packs if backend.packs else copies, nbytes)
+    assert (stats.d2h_copies, stats.d2h_bytes) == expected, stats
+
+
+def assert_back(
+    backend: Backend, stats: Any, nbytes: int, copies: int = 1, *, packs: int = 1
+) -> None:
+    """As `assert_out`, for what came back."""
+    expected = (packs if backend.packs else copies, nbytes)
+    assert (stats.h2d_copies, stats.h2d_bytes) == expected, stats
+
+
+def assert_moved(
+    backend: Backend, stats: Any, nbytes: int, copies: int = 1, *, packs: int = 1
+) -> None:
+    """All that was saved, exactly this much, went out and came back once."""
+    assert_out(backend, stats, nbytes, copies, packs=packs)
+    assert_back(backend, stats, nbytes, copies, packs=packs)
     assert stats.unique_bytes == nbytes, stats
 
 

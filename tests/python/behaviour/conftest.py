@@ -1,8 +1,12 @@
-"""The backends that the behaviour tests run for."""
+"""The backends that the behaviour tests run for: those of one framework and device, since a process is for one of them.
+
+``EBBTIDE_TEST_BACKEND`` names it; default: "torch-cpu".
+"""
 
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from pathlib import Path
 
@@ -10,28 +14,57 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-try:
-    from torch_cpu import TorchBackend
-except ImportError:
-    collect_ignore_glob = ["test_*.py"]
-
+_NAME = os.environ.get("EBBTIDE_TEST_BACKEND", "torch-cpu")
 # Prefetching must change no byte count: every test runs with and without.
 _PREFETCH = {"prefetch": {}, "no-prefetch": {"prefetch_bytes": 0}}
-_PARAMS = [(tier, prefetch) for tier in ("disk", "host") for prefetch in _PREFETCH]
+_PACKED = {"": {}, "packed-": {"group_swap": True}}
 
 
-@pytest.fixture(params=_PARAMS, ids=[f"torch-cpu-{tier}-{prefetch}" for tier, prefetch in _PARAMS])
+def _backends():
+    """Names and what makes the backend."""
+    if _NAME == "torch-cpu":
+        from torch_cpu import TorchBackend as Backend
+
+        tiers = ("disk", "host")
+        packed = {"": {}}
+    elif _NAME == "torch-tide":
+        from torch_tide import TideBackend as Backend
+
+        tiers = ("host",)
+        packed = _PACKED
+    else:
+        raise pytest.UsageError(f"EBBTIDE_TEST_BACKEND={_NAME}: give torch-cpu or torch-tide")
+    for tier in tiers:
+        for swap, swap_options in packed.items():
+            for prefetch, prefetch_options in _PREFETCH.items():
+                options = swap_options | prefetch_options
+                yield f"{_NAME}-{tier}-{swap}{prefetch}", lambda t=tier, o=options: Backend(t, **o)
+
+
+try:
+    _BACKENDS = dict(_backends())
+except ImportError as error:
+    print(f"BEHAVIOUR TESTS FOR {_NAME} ARE SKIPPED, nothing of it was tested: {error}")
+    _BACKENDS = {}
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(params=_BACKENDS)
 def backend(request):
     """Every framework, device and tier."""
-    tier, prefetch = request.param
-    return TorchBackend(tier, **_PREFETCH[prefetch])
+    backend = _BACKENDS[request.param]()
+    backend.begin()
+    yield backend
+    backend.end()
 
 
-@pytest.fixture(params=_PARAMS, ids=[f"torch-cpu-{tier}-{prefetch}" for tier, prefetch in _PARAMS])
-def torch_backend(request):
-    """For what only PyTorch has; the same tests for each of its devices and tiers."""
-    tier, prefetch = request.param
-    return TorchBackend(tier, **_PREFETCH[prefetch])
+@pytest.fixture
+def torch_backend(backend):
+    """For what only PyTorch has; tensors and modules are made on the backend's device."""
+    import torch
+
+    with torch.device(backend.device):
+        yield backend
 
 
 @pytest.fixture(autouse=True)

@@ -42,6 +42,24 @@ class Backend(Protocol):
     exact: dict[str, Any]
     # Whether storages are loaded on a guess: where the guess is wrong, more comes back than is needed.
     prefetches: bool
+    # Whether small storages cross together, once the context is left: the same bytes in fewer copies.
+    packs: bool
+
+    def begin(self) -> None:
+        """Before a test."""
+
+    def require(self, what: str) -> None:
+        """Skips the test where this backend has no such thing: "host memory" (that others may describe and write to),
+        "sparse tensors", "nested tensors", "quantized tensors"."""
+
+    def expect_torn_copies(self) -> None:
+        """The test writes to what may just be copied out; such a copy must not be used."""
+
+    def settle(self) -> None:
+        """Until all that the device was asked for is done."""
+
+    def end(self) -> None:
+        """After a test: fails where the device has seen something that a result need not show."""
 
     def offload(self, model: Any = None, **options: Any) -> Any:
         """An ``Offload`` to this backend's tier: ``exact``, overridden by ``options``."""

@@ -31,7 +31,7 @@ def test_every_dtype_comes_back_with_its_bits(backend, dtype):
         return [x, backend.view(x, ("t",)), backend.view(x, ("narrow", 0, 2, 3))]
 
     stats, restored = save_and_restore(backend, build)
-    assert_moved(stats, 42 * ITEMSIZE[dtype])
+    assert_moved(backend, stats, 42 * ITEMSIZE[dtype])
     assert backend.same_storage(*restored)
 
 
@@ -46,7 +46,7 @@ def test_all_dtypes_in_one_node(backend):
         return [backend.tensor(5, dtype=dtype, seed=i) for i, dtype in enumerate(ITEMSIZE)]
 
     stats, _ = save_and_restore(backend, build)
-    assert_moved(stats, 5 * sum(ITEMSIZE.values()), copies=len(ITEMSIZE))
+    assert_moved(backend, stats, 5 * sum(ITEMSIZE.values()), copies=len(ITEMSIZE))
 
 
 def test_dtype_views_of_one_storage(backend):
@@ -57,7 +57,7 @@ def test_dtype_views_of_one_storage(backend):
 
     stats, restored = save_and_restore(backend, build)
     assert (stats.storages, stats.exact_duplicates) == (1, 0)
-    assert_moved(stats, 8 * 4 * 4)
+    assert_moved(backend, stats, 8 * 4 * 4)
     assert backend.same_storage(*restored)
     assert write_shows(backend, restored[3], restored[0])
 
@@ -69,7 +69,7 @@ def test_dtypes_of_one_size_are_not_exact_duplicates(backend):
 
     stats, _ = save_and_restore(backend, build)
     assert stats.exact_duplicates == 0
-    assert_moved(stats, 8 * 2)
+    assert_moved(backend, stats, 8 * 2)
 
 
 def test_the_parts_of_a_complex_tensor(backend):
@@ -78,7 +78,7 @@ def test_the_parts_of_a_complex_tensor(backend):
         return [x, backend.view(x, ("real",)), backend.view(x, ("imag",))]
 
     stats, restored = save_and_restore(backend, build)
-    assert_moved(stats, 18 * 8)
+    assert_moved(backend, stats, 18 * 8)
     assert backend.same_storage(*restored)
     assert write_shows(backend, restored[2], restored[0])
 
@@ -102,7 +102,7 @@ def test_lazy_bits(backend, dtype, chain):
 
     stats, (lazy, plain) = save_and_restore(backend, build)
     assert stats.exact_duplicates == 0
-    assert_moved(stats, 12 * ITEMSIZE[dtype])
+    assert_moved(backend, stats, 12 * ITEMSIZE[dtype])
     assert backend.same_storage(lazy, plain)
     assert backend.layout(lazy).conj or backend.layout(lazy).neg
     assert not (backend.layout(plain).conj or backend.layout(plain).neg)
@@ -113,7 +113,7 @@ def test_a_lazy_view_alone_does_not_keep_its_storage(backend):
         return [backend.view(backend.tensor(64, dtype="complex64"), ("conj",))]
 
     stats, _ = save_and_restore(backend, build)
-    assert_moved(stats, 64 * 8)
+    assert_moved(backend, stats, 64 * 8)
     assert stats.freed_bytes == 64 * 8
 
 
@@ -160,7 +160,7 @@ def test_an_attention_mask_that_is_a_narrow_view_of_wider_rows(backend):
 
     stats, restored = save_and_restore(backend, build)
     assert [backend.layout(t).strides[2] for t in restored] == [368, 368]
-    assert_moved(stats, (2 * 19 * 368 - 7) * 2)
+    assert_moved(backend, stats, (2 * 19 * 368 - 7) * 2)
 
 
 def test_attention_with_a_padded_mask(torch_backend):

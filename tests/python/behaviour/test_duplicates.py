@@ -18,7 +18,7 @@ def test_exact_duplicate_saved_tensor(backend):
 
     stats = compare(backend, program, [backend.leaf(32, 16, dtype="float32")])
     assert (stats.storages, stats.saved_tensors, stats.exact_duplicates) == (1, 2, 1)
-    assert_moved(stats, 32 * 16 * FLOAT)
+    assert_moved(backend, stats, 32 * 16 * FLOAT)
 
 
 def test_one_activation_saved_by_three_operations(backend):
@@ -29,7 +29,7 @@ def test_one_activation_saved_by_three_operations(backend):
 
     stats = compare(backend, program, [backend.leaf(8, 16, dtype="float32")])
     assert (stats.storages, stats.saved_tensors, stats.exact_duplicates) == (1, 4, 3)
-    assert_moved(stats, 8 * 16 * FLOAT)
+    assert_moved(backend, stats, 8 * 16 * FLOAT)
 
 
 @pytest.mark.parametrize("times", [2, 5])
@@ -37,7 +37,7 @@ def test_one_tensor_several_times_in_one_node(backend, times):
     stats, restored = save_and_restore(backend, lambda: [backend.tensor(5, 7)] * times)
     assert stats.exact_duplicates == times - 1
     assert stats.saved_bytes == times * stats.unique_bytes
-    assert_moved(stats, 5 * 7 * FLOAT)
+    assert_moved(backend, stats, 5 * 7 * FLOAT)
     assert backend.same_storage(*restored)
     assert write_shows(backend, restored[0], restored[-1])
 
@@ -48,7 +48,7 @@ def test_equal_contents_in_two_storages_are_not_duplicates(backend):
 
     stats, (x, y) = save_and_restore(backend, build)
     assert (stats.storages, stats.exact_duplicates) == (2, 0)
-    assert_moved(stats, 2 * 6 * 6 * FLOAT, copies=2)
+    assert_moved(backend, stats, 2 * 6 * 6 * FLOAT, copies=2)
     assert not backend.same_storage(x, y)
     assert not write_shows(backend, x, y)
 
@@ -66,7 +66,7 @@ def test_reshape_or_view_sharing_a_storage(backend):
 
     stats, restored = save_and_restore(backend, build)
     assert (stats.storages, stats.exact_duplicates) == (1, 0)
-    assert_moved(stats, 4 * 6 * 10 * FLOAT)
+    assert_moved(backend, stats, 4 * 6 * 10 * FLOAT)
     assert backend.same_storage(*restored)
     assert write_shows(backend, restored[-1], restored[0])
 
@@ -110,6 +110,6 @@ def test_column_and_vector_of_the_same_bytes(backend):
         return [column, backend.view(column, ("squeeze", 1))]
 
     stats, restored = save_and_restore(backend, build)
-    assert_moved(stats, 9 * FLOAT)
+    assert_moved(backend, stats, 9 * FLOAT)
     assert backend.same_storage(*restored)
     assert write_shows(backend, *restored)

@@ -40,7 +40,7 @@ def test_an_empty_view_does_not_keep_a_storage_from_moving(backend):
 
     restored = []
     stats = compare(backend, program, [backend.leaf(1)])
-    assert_moved(stats, 64 * FLOAT)
+    assert_moved(backend, stats, 64 * FLOAT)
     assert stats.freed_bytes == 64 * FLOAT
     assert (backend.layout(restored[1]).sizes, backend.layout(restored[1]).strides) == (
         noted[0].sizes,
@@ -53,7 +53,7 @@ def test_an_empty_tensor_among_others(backend):
         return [backend.tensor(8), backend.tensor(0), backend.tensor(8, seed=1)]
 
     stats, _ = save_and_restore(backend, build)
-    assert_moved(stats, 16 * FLOAT, copies=2)
+    assert_moved(backend, stats, 16 * FLOAT, copies=2)
 
 
 # --- what only PyTorch has
@@ -108,6 +108,7 @@ def test_fake_tensors(torch_backend):
 @pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr"])
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 def test_sparse_tensors(torch_backend, layout):
+    torch_backend.require("sparse tensors")
     dense = torch.eye(4)[:, :3].contiguous()
     make = dense.to_sparse if layout == "sparse_coo" else dense.to_sparse_csr
     found, stats = pass_through(torch_backend, make)
@@ -117,6 +118,7 @@ def test_sparse_tensors(torch_backend, layout):
 
 
 def test_sparse_matrix_product(torch_backend):
+    torch_backend.require("sparse tensors")
     sparse = torch.eye(4).to_sparse()
 
     def program(a):
@@ -128,6 +130,8 @@ def test_sparse_matrix_product(torch_backend):
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors(torch_backend, layout):
+    if layout is torch.strided:
+        torch_backend.require("nested tensors")
     rows = [torch.arange(6.0).view(2, 3), torch.arange(12.0).view(4, 3)]
     nested = torch.nested.nested_tensor(rows, layout=layout, requires_grad=True)
 
@@ -146,6 +150,8 @@ def test_nested_tensors(torch_backend, layout):
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_quantized_tensors(torch_backend):
+    torch_backend.require("quantized tensors")
+
     def make():
         return torch.quantize_per_tensor(torch.arange(4.0), 0.5, 0, torch.quint8)
 
@@ -238,7 +244,7 @@ def test_a_zero_byte_storage_on_the_address_of_another(torch_backend):
 
     restored = []
     stats = compare(torch_backend, program, [anchor])
-    assert_moved(stats, 8 * FLOAT)
+    assert_moved(torch_backend, stats, 8 * FLOAT)
     assert [t.shape for t in restored] == [(0,), (8,)]
 
 

@@ -178,7 +178,8 @@ def test_a_graph_dropped_without_a_backward(backend, when):
         forward = None
     assert forward is None
     stats = tide.stats()
-    assert stats.d2h_bytes > 0
+    # What waits for company until the context is left is not copied where nobody asks for it any more.
+    assert (stats.d2h_bytes > 0) == (when == "after" or not backend.packs)
     assert stats.h2d_bytes == 0
     assert_at_rest(tide)
 
@@ -271,7 +272,7 @@ def test_saved_tensors_read_twice_load_once(backend):
     stats, restored = save_and_restore(
         backend, lambda: [backend.tensor(5, 5), backend.tensor(3, seed=1)], reads=2
     )
-    assert_moved(stats, 28 * FLOAT, copies=2)
+    assert_moved(backend, stats, 28 * FLOAT, copies=2)
     assert backend.same_storage(restored[0], restored[2])
 
 

@@ -241,7 +241,9 @@ def test_random_alias_graphs(backend, case):
     stats = tide.stats()
     out, back = expected_bytes(case)
     assert stats.d2h_bytes == out, stats
-    assert (stats.h2d_bytes >= back) if backend.prefetches else (stats.h2d_bytes == back), stats
+    # What lies packed with a graph's storages comes along: those of other graphs of the context too.
+    more = backend.prefetches or (backend.packs and case.one_context)
+    assert (stats.h2d_bytes >= back) if more else (stats.h2d_bytes == back), stats
     assert stats.saved_tensors == sum(len(n.views) for g in case.graphs for n in g.nodes)
     hypothesis.event(f"bytes were loaded: {back > 0}")
 

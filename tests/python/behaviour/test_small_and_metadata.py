@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from checks import assert_moved, compare, save_and_restore
+from checks import assert_back, assert_moved, assert_out, compare, save_and_restore
 from support import assert_at_rest, assert_loaded
 
 FLOAT = 4
@@ -17,7 +17,7 @@ def test_the_threshold_is_on_the_bytes_of_the_storage(backend, elements, offload
     )
     assert stats.kept["small"] == (0 if offloaded else 1)
     if offloaded:
-        assert_moved(stats, elements * FLOAT)
+        assert_moved(backend, stats, elements * FLOAT)
     else:
         assert (stats.d2h_bytes, stats.storages) == (0, 0)
 
@@ -36,7 +36,7 @@ def test_the_threshold_does_not_look_at_the_view(backend):
 
     stats, _ = save_and_restore(backend, build, tide=tide)
     assert stats.kept["small"] == 1
-    assert_moved(stats, 2 * FLOAT)
+    assert_moved(backend, stats, 2 * FLOAT)
     assert stats.freed_bytes == 1024 * FLOAT
 
 
@@ -49,15 +49,14 @@ def test_small_tensors_among_large_ones(backend):
     stats, _ = save_and_restore(backend, build, tide=tide)
     assert stats.kept["small"] == 3
     assert stats.saved_bytes == (1 + 64 + 2 + 32 + 31) * FLOAT
-    assert_moved(stats, (64 + 32) * FLOAT, copies=2)
+    assert_moved(backend, stats, (64 + 32) * FLOAT, copies=2)
 
 
 def test_the_default_threshold(torch_backend):
-    """64 KiB to disk; 256 KiB to host memory."""
-    from ebbtide.torch import offload
-
-    threshold = {"disk": 64 << 10, "host": 256 << 10}[torch_backend.tier]
-    tide = offload(to=torch_backend.tier, keep_last_bytes=0, in_flight_bytes=0)
+    """64 KiB to disk, and in packs; 256 KiB to host memory."""
+    small = torch_backend.packs or torch_backend.tier == "disk"
+    threshold = 64 << 10 if small else 256 << 10
+    tide = torch_backend.offload(min_bytes=None)
 
     def build():
         return [
@@ -67,7 +66,7 @@ def test_the_default_threshold(torch_backend):
 
     stats, _ = save_and_restore(torch_backend, build, tide=tide)
     assert stats.kept["small"] == 1
-    assert_moved(stats, threshold)
+    assert_moved(torch_backend, stats, threshold)
 
 
 def test_the_last_bytes_stay(backend):
@@ -82,8 +81,8 @@ def test_the_last_bytes_stay(backend):
     stats = compare(backend, program, [backend.leaf(2)], tide=tide)
     assert stats.kept["last"] == 2
     assert stats.live_hits == 2
-    assert (stats.d2h_copies, stats.d2h_bytes) == (6, 6 * 32 * FLOAT)
-    assert (stats.h2d_copies, stats.h2d_bytes) == (6, 6 * 32 * FLOAT)
+    assert_out(backend, stats, 6 * 32 * FLOAT, copies=6)
+    assert_back(backend, stats, 6 * 32 * FLOAT, copies=6)
 
 
 def test_a_policy_decides_tensor_by_tensor(torch_backend):
@@ -101,7 +100,7 @@ def test_a_policy_decides_tensor_by_tensor(torch_backend):
 
     stats, _ = save_and_restore(torch_backend, build, tide=tide)
     assert stats.kept["policy"] == 2
-    assert_moved(stats, 10 * FLOAT, copies=2)
+    assert_moved(torch_backend, stats, 10 * FLOAT, copies=2)
 
 
 # --- requires_grad, is_leaf, grad_fn: as a saved tensor has them without hooks

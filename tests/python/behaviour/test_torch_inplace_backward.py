@@ -140,7 +140,8 @@ def test_gradcheck(torch_backend, inside):
 
     with tide if inside else contextlib.nullcontext():
         assert torch.autograd.gradcheck(function, leaves)
-    assert_loaded(tide)
+    if not (inside and torch_backend.packs):
+        assert_loaded(tide)
     assert_at_rest(tide)
 
 
@@ -155,5 +156,6 @@ def test_gradgradcheck(torch_backend, inside):
 
     with tide if inside else contextlib.nullcontext():
         assert torch.autograd.gradgradcheck(function, leaves)
-    assert_loaded(tide)
+    if not (inside and torch_backend.packs):
+        assert_loaded(tide)
     assert_at_rest(tide)

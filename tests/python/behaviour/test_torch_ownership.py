@@ -159,7 +159,8 @@ def test_lstm_flat_weights(torch_backend, pass_model):
             return self.lstm(x)[0]
 
     stats = compare_module(torch_backend, Net(), torch.randn(2, 1, 3), pass_model=pass_model)
-    assert stats.kept["parameter"] == 8
+    # A fused operator saves the biases too.
+    assert stats.kept["parameter"] in (4, 8)
     assert stats.d2h_bytes > 0
 
 
@@ -203,7 +204,7 @@ def test_autocast_casts_of_weights(torch_backend, pass_model, frozen):
 
     def cast(x, tide=None):
         def forward(x):
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast(torch_backend.device, torch.bfloat16):
                 return model(x)
 
         return train(Forwarder(model, forward), x, tide)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from protocol import Layout, Program, Step
-from support import EXACT
+from support import EXACT, end_backward
 
 import ebbtide.torch as ebb
 
@@ -110,6 +110,7 @@ class TorchPass:
         grads = torch.autograd.grad(
             self.output, self._leaves, ones, retain_graph=retain, allow_unused=True
         )
+        end_backward()
         return list(grads)
 
 
@@ -122,7 +123,23 @@ class TorchBackend:
         self.tier = tier
         self.exact = EXACT | options
         self.prefetches = options.get("prefetch_bytes") != 0
+        self.packs = bool(options.get("group_swap"))
         self.name = f"torch-{self.device}-{tier}"
+
+    def begin(self) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+    def require(self, what: str) -> None:
+        pass
+
+    def expect_torn_copies(self) -> None:
+        pass
+
+    def settle(self) -> None:
+        pass
 
     def offload(self, model: Any = None, **options: Any) -> ebb.Offload:
         return ebb.offload(
@@ -131,7 +148,7 @@ class TorchBackend:
 
     def leaf(self, *sizes: int, dtype: str = "float64", seed: int = 0) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)
-        values = torch.randn(sizes, dtype=getattr(torch, dtype), generator=generator)
+        values = torch.randn(sizes, dtype=getattr(torch, dtype), generator=generator, device="cpu")
         return values.to(self.device).requires_grad_()
 
     def tensor(self, *sizes: int, dtype: str = "float32", seed: int = 0) -> torch.Tensor:
@@ -143,7 +160,7 @@ class TorchBackend:
         generator = torch.Generator().manual_seed(seed)
         high = 2 if tensor.dtype == torch.bool else 256
         nbytes = tensor.numel() * tensor.element_size()
-        raw = torch.randint(high, (nbytes,), dtype=torch.uint8, generator=generator)
+        raw = torch.randint(high, (nbytes,), dtype=torch.uint8, generator=generator, device="cpu")
         tensor.copy_(raw.view(tensor.dtype).view(tensor.shape))
 
     def op(self, name: str, *tensors: Any, **options: Any) -> torch.Tensor:

@@ -7,8 +7,22 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from support import BACKEND, assert_no_races, load_test_device
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
+
+
+@pytest.fixture(autouse=True, scope="session")
+def device() -> None:
+    if BACKEND == "torch-tide":
+        load_test_device()
+
+
+@pytest.fixture(autouse=True)
+def without_races() -> Iterator[None]:
+    yield
+    if BACKEND == "torch-tide":
+        assert_no_races()
 
 
 @pytest.fixture(autouse=True)

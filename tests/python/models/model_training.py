@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from saved_bytes import SavedBytes, count_saved
-from support import assert_same_bits
+from support import DEVICE, assert_same_bits
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from zoo import SMALL, ZOO, Batch, Size
@@ -35,18 +35,21 @@ class Training:
 
     def make_model(self) -> nn.Module:
         torch.manual_seed(0)
-        model = ZOO[self.name].make(self.size).train()
+        model = ZOO[self.name].make(self.size).train().to(DEVICE)
+        if hasattr(model, "tie_weights"):
+            model.tie_weights()  # a move to some devices makes every parameter anew
         if self.reentrant is not None:
             options = {"use_reentrant": self.reentrant}
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
         return model
 
     def batch(self, step: int) -> Batch:
-        return ZOO[self.name].batch(self.size, torch.Generator().manual_seed(step))
+        batch = ZOO[self.name].batch(self.size, torch.Generator().manual_seed(step))
+        return {name: tensor.to(DEVICE) for name, tensor in batch.items()}
 
     def forward(self, model: nn.Module, batch: Batch, step: int) -> tuple[torch.Tensor, Any]:
         torch.manual_seed(step)
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=self.autocast):
             loss, output = ZOO[self.name].run(model, batch)
         return loss, output if self.keeps_outputs else None
 
@@ -109,7 +112,7 @@ def train_and_compare(training: Training, **options: Any) -> tuple[ebb.Offload, 
     """Under Ebbtide; every loss, gradient and buffer has the bits of the plain training."""
     expected = plain(training)
     model = training.make_model()
-    tide = ebb.offload(model, **options)
+    tide = ebb.offload(model, device=DEVICE, **options)
     found = train(training, model, tide)
     assert len({step.loss.item() for step in found}) == STEPS  # it does train
     for a, b in zip(found, expected, strict=True):

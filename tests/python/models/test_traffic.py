@@ -7,15 +7,25 @@ from typing import Any
 import pytest
 from model_training import Moved, Step, Training, plain, train_and_compare
 from saved_bytes import SavedBytes
-from support import EXACT, assert_at_rest
-from zoo import LARGE, ZOO
+from support import DEVICE, EXACT, assert_at_rest
+from zoo import LARGE, ZOO, Size
 
 import ebbtide.torch as ebb
 
 KIB, MIB = 1 << 10, 1 << 20
 
 models = pytest.mark.parametrize("name", ZOO)
-tiers = pytest.mark.parametrize("to", ["disk", "host"])
+# Where to, and how: files are behind host memory on a device, and have tests of their own.
+_WAYS = {
+    "cpu": {
+        "disk": {"to": "disk"},
+        "host": {"to": "host"},
+        "packed": {"to": "disk", "group_swap": True},
+    },
+    "tide": {"host": {"to": "host"}, "packed": {"to": "host", "group_swap": True}},
+}[DEVICE]
+tiers = pytest.mark.parametrize("to", _WAYS.values(), ids=_WAYS)
+ONE_WAY = list(_WAYS.values())[0]
 precisions = pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
 
 
@@ -71,9 +81,9 @@ def addresses(tensors: Any) -> set[int]:
 @precisions
 @tiers
 @models
-def test_all_that_can_be_freed_moves(name: str, to: str, autocast: bool) -> None:
+def test_all_that_can_be_freed_moves(name: str, to: dict[str, Any], autocast: bool) -> None:
     training = Training(name, autocast=autocast)
-    tide, steps = train_and_compare(training, to=to, **EXACT)
+    tide, steps = train_and_compare(training, **to, **EXACT)
     for step, expected in zip(steps, plain(training), strict=True):
         assert_exact(expected.saved, step.moved)
         assert step.moved.after_backward.d2h_bytes > 0
@@ -89,7 +99,7 @@ def test_all_that_can_be_freed_moves(name: str, to: str, autocast: bool) -> None
 def test_what_the_caller_keeps_stays(name: str, autocast: bool) -> None:
     """Hidden states of all layers, logits, router scores: readable after backward, never copied."""
     training = Training(name, autocast=autocast, keeps_outputs=True)
-    tide, steps = train_and_compare(training, to="disk", **EXACT)
+    tide, steps = train_and_compare(training, **ONE_WAY, **EXACT)
     alone = plain(Training(name, autocast=autocast))
     for step, expected, less in zip(steps, plain(training), alone, strict=True):
         assert step.outputs
@@ -116,29 +126,69 @@ def assert_bounded(saved: SavedBytes, moved: Moved, keep_last_bytes: int) -> Non
 @precisions
 @tiers
 @models
-def test_defaults(name: str, to: str, autocast: bool) -> None:
+def test_defaults(name: str, to: dict[str, Any], autocast: bool) -> None:
     """The default window holds all of a small model; a small one lets most of it go."""
     training = Training(name, autocast=autocast)
-    for options in ({"min_bytes": KIB}, {"min_bytes": 4 * KIB, "keep_last_bytes": 16 * KIB}):
-        tide, steps = train_and_compare(training, to=to, **options)
+    # A device's default window is the last block, which is not all of the model.
+    window = {} if DEVICE == "cpu" else {"keep_last_bytes": 32 * MIB}
+    for options in (
+        {"min_bytes": KIB, **window},
+        {"min_bytes": 4 * KIB, "keep_last_bytes": 16 * KIB},
+    ):
+        tide, steps = train_and_compare(training, **to, **options)
         for step, expected in zip(steps, plain(training), strict=True):
             saved = expected.saved.at_least(options["min_bytes"])
-            assert_bounded(saved, step.moved, tide._resolved.keep_last_bytes)
-            assert (step.moved.after_backward.d2h_bytes > 0) == ("keep_last_bytes" in options)
+            keep_last_bytes = tide._resolved.keep_last_bytes
+            assert_bounded(saved, step.moved, keep_last_bytes)
+            free = sum(storage.wanted_bytes for storage in saved.free)
+            moves = options["min_bytes"] > KIB and free > options["keep_last_bytes"]
+            assert (step.moved.after_backward.d2h_bytes > 0) == moves
         assert_rest(tide, steps)
+
+
+@pytest.mark.parametrize("keep", [0, 1, 2])
+@tiers
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "mixtral"])
+def test_the_last_blocks_stay(name: str, to: dict[str, Any], keep: int) -> None:
+    """Blocks are groups; all but the last ones, and what comes after them, move."""
+    training = Training(name, size=Size(layers=4))
+    tide, steps = train_and_compare(training, **to, min_bytes=0, keep_last_groups=keep)
+    groups = tide.group_stats()
+    assert len(groups) == 4
+    for number, group in enumerate(groups):
+        moved = group.d2h_bytes > 0
+        assert moved == (number < 4 - keep), groups
+        assert group.h2d_bytes == group.d2h_bytes <= group.unique_bytes
+    assert_rest(tide, steps)
+
+
+def test_small_storages_cross_in_few_copies() -> None:
+    """Hundreds of storages of a recurrent net; the bytes are those of copying one by one."""
+    training = Training("lstm-cells", size=Size(layers=2, width=32, sequence=64, samples=4))
+    host = {"to": "host"}
+    tide, one_by_one = train_and_compare(training, **host, **EXACT)
+    assert_rest(tide, one_by_one)
+    tide, packed = train_and_compare(training, **host, group_swap=True, **EXACT)
+    assert_rest(tide, packed)
+    for a, b in zip(one_by_one, packed, strict=True):
+        single, few = a.moved.after_backward, b.moved.after_backward
+        assert few.storages == single.storages > 850
+        assert (few.d2h_bytes, few.h2d_bytes) == (single.d2h_bytes, single.h2d_bytes)
+        assert single.d2h_copies == single.h2d_copies > 850
+        assert few.d2h_copies <= 40 and few.h2d_copies <= 40
 
 
 @pytest.mark.slow
 @precisions
 @tiers
 @models
-def test_larger(name: str, to: str, autocast: bool) -> None:
+def test_larger(name: str, to: dict[str, Any], autocast: bool) -> None:
     training = Training(name, size=LARGE, autocast=autocast)
-    tide, steps = train_and_compare(training, to=to, **EXACT)
+    tide, steps = train_and_compare(training, **to, **EXACT)
     for step, expected in zip(steps, plain(training), strict=True):
         assert_exact(expected.saved, step.moved)
     assert_rest(tide, steps)
-    tide, steps = train_and_compare(training, to=to, keep_last_bytes=MIB)
+    tide, steps = train_and_compare(training, **to, keep_last_bytes=MIB)
     for step, expected in zip(steps, plain(training), strict=True):
         saved = expected.saved.at_least(tide._resolved.min_bytes)
         assert_bounded(saved, step.moved, MIB)
@@ -159,7 +209,7 @@ reentrant_or_not = pytest.mark.parametrize("reentrant", [False, True])
 @checkpointing
 def test_gradient_checkpointing(name: str, reentrant: bool, autocast: bool) -> None:
     training = Training(name, autocast=autocast, reentrant=reentrant)
-    tide, steps = train_and_compare(training, to="disk", **EXACT)
+    tide, steps = train_and_compare(training, **ONE_WAY, **EXACT)
     whole = plain(Training(name, autocast=autocast))
     for step, expected, more in zip(steps, plain(training), whole, strict=True):
         assert_exact(expected.saved, step.moved)
@@ -173,7 +223,7 @@ def test_gradient_checkpointing(name: str, reentrant: bool, autocast: bool) -> N
 def test_layer_inputs_of_decoders(name: str, reentrant: bool) -> None:
     """One hidden state for each layer moves, and nothing else."""
     training = Training(name, reentrant=reentrant)
-    tide, steps = train_and_compare(training, to="disk", only="layer_inputs", **EXACT)
+    tide, steps = train_and_compare(training, **ONE_WAY, only="layer_inputs", **EXACT)
     size = training.size
     hidden_bytes = 4 * size.samples * size.sequence * size.width
     for step in steps:

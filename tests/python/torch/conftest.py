@@ -4,8 +4,40 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch
+from support import DEVICE, assert_no_races, load_test_device
+
+# What is the same on every device. The others are about memory of the CPU, files under it, compilers and processes.
+_ON_ANY_DEVICE = {
+    f"test_{name}.py"
+    for name in (
+        "checkpoint",
+        "context",
+        "exceptions",
+        "interrupts",
+        "several_forwards",
+        "threads",
+        "transforms",
+        "weights",
+    )
+}
+_ALL = {path.name for path in Path(__file__).parent.glob("test_*.py")}
+collect_ignore = [] if DEVICE == "cpu" else sorted(_ALL - _ON_ANY_DEVICE)
+
+
+@pytest.fixture(autouse=True)
+def device() -> Iterator[None]:
+    """Tensors and modules are made on the device of ``EBBTIDE_TEST_BACKEND``; what it has seen fails the test."""
+    if DEVICE == "cpu":
+        yield
+        return
+    load_test_device()
+    with torch.device(DEVICE):
+        yield
+    assert_no_races()
 
 
 @pytest.fixture(autouse=True)

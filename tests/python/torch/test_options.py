@@ -68,11 +68,11 @@ def test_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", "meta", torch.device("cuda")])
-def test_devices_to_come(device: object) -> None:
+def test_devices_that_are_not_here(device: object) -> None:
     text = refusal(device=device)
     name = str(device)
     assert text.startswith("[offload] device=") and name in text
-    assert text.endswith("this release offloads CPU tensors only: pass device='cpu'")
+    assert "on this machine is none: pass that, or 'cpu'" in text
 
 
 def test_no_device() -> None:
@@ -107,7 +107,7 @@ def test_decorator() -> None:
 @pytest.mark.parametrize(
     "options",
     [{"min_bytes": -1}, {"keep_last_bytes": "much"}, {"policy": 3}, {"only": "all"},
-     {"on_inplace": "ignore"}, {"group_swap": True}, {"max_host_bytes": 1.5}],
+     {"on_inplace": "ignore"}, {"group_swap": 2}, {"max_host_bytes": 1.5}],
 )  # fmt: skip
 def test_wrong_values(options: dict[str, object]) -> None:
     (name,) = options
@@ -228,13 +228,10 @@ def test_statistics_add_up() -> None:
     assert zero.exposed_wait_s == 0 and sum(zero.kept.values()) == 0
 
 
-def test_an_accelerator_that_would_be_the_default_is_not_passed_over(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """On such a machine nobody means CPU tensors: everything would be kept without a word."""
+def test_an_accelerator_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("EBBTIDE_DEVICE", raising=False)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    text = refusal()
-    assert "accelerator (cuda)" in text and "device='cpu'" in text
-    ebb.offload(device="cpu")
+    assert ebb.offload().report().startswith("ebbtide: cuda to host")
+    assert ebb.offload(device="cpu", to="host").report().startswith("ebbtide: cpu to host")
+    assert "on this machine is 'cuda'" in refusal(device="xpu")

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from support import EXACT, assert_at_rest, assert_loaded, assert_same_bits
+from support import DEVICE, EXACT, assert_at_rest, assert_loaded, assert_same_bits
 from torch import nn
 
 import ebbtide.torch as ebb
@@ -36,7 +36,8 @@ def make_model(depth: int = 3, width: int = WIDTH) -> nn.Sequential:
 
 def make_input(rows: int = 16, width: int = WIDTH, seed: int = 1) -> torch.Tensor:
     """Not a leaf that needs a gradient, so that the first block's input is an activation too."""
-    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, width, generator=generator, device="cpu").to(DEVICE)
 
 
 Step = Callable[[AbstractContextManager[Any]], list[torch.Tensor | None]]

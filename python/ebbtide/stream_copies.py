@@ -1,0 +1,220 @@
+"""Copies between a device and page-locked host memory, on the framework's own streams.
+
+Streams and slabs belong to the process and are shared by every ``offload`` object; the copies under way are an object's
+own. Any thread may call; what threads share is changed by single operations on dicts and deques.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ebbtide import _core
+from ebbtide._core import Hop, Tier
+from ebbtide.errors import DeviceError
+from ebbtide.framework import Bytes, Event, Storage, Streams
+
+# Device queues are bounded, and whoever fills one is blocked by the driver: block earlier, without the GIL.
+_MAX_QUEUED = 512
+
+_DEVICE = int(Tier.DEVICE)
+_STAGING = int(Tier.STAGING)
+_LOAD = int(Hop.LOAD)
+
+
+class PinnedPool:
+    """Page-locked host memory of one device type, in slabs that the engine carves up."""
+
+    def __init__(self, streams: Streams) -> None:
+        self.space = _core.HostPool.of_added_slabs()
+        self._streams = streams
+        self._slabs: dict[int, Bytes] = {}
+
+    def grow(self, nbytes: int, limit: int) -> bool:
+        """Adds a slab; False where the system has no page-locked memory for it."""
+        self._drop(max(0, limit - nbytes))
+        slab = self._streams.pinned(nbytes)
+        if slab is None:
+            return False
+        address = self._streams.address(slab)
+        self._slabs[address] = slab
+        self.space.add_slab(address, nbytes)
+        return True
+
+    def trim(self) -> int:
+        """Drops slabs that nothing lies in; returns their bytes."""
+        return self._drop(0)
+
+    def _drop(self, limit: int) -> int:
+        before = self.space.reserved_bytes
+        if before <= limit:
+            return 0
+        for address in self.space.take_empty_slabs(limit):
+            del self._slabs[address]
+        return int(before - self.space.reserved_bytes)
+
+    def slab(self, base: int) -> Bytes:
+        return self._slabs[base]
+
+
+class Completion(NamedTuple):
+    copy: int
+    hop: int
+    storages: list[int]
+    error: BaseException | None
+
+
+class _Queued(NamedTuple):
+    copy: int
+    hop: int
+    storages: list[int]
+    event: Event
+
+
+class StreamCopies:
+    """The copies of one engine that are on their way."""
+
+    def __init__(self, streams: Streams, pool: PinnedPool) -> None:
+        self._streams = streams
+        self._pool = pool
+        self._events: dict[int, Event] = {}  # recorded for copies to come after, by engine's event
+        self._started: dict[int, tuple[Event, int]] = {}  # by copy: what it ends with, its stream
+        self._queues: dict[int, deque[_Queued]] = {}  # by stream, in order
+
+    def record(self, event: int, stream: int) -> None:
+        self._events[event] = self._streams.record(stream)
+
+    def forget(self, events: list[int]) -> None:
+        """These will not be waited for (again)."""
+        for event in events:
+            if (recorded := self._events.pop(event, None)) is not None:
+                self._streams.recycle(recorded)
+
+    def submit(self, command: _core.Command, storages: Mapping[int, Storage], device: int) -> None:
+        """Queues a copy. ``storages`` are the device's, by address. Their memory may be given to others only in device
+        order, after the copy."""
+        streams = self._streams
+        stream = streams.copy_stream(device, command.hop == _LOAD)
+        queue = self._queues.setdefault(stream, deque())
+        if len(queue) >= _MAX_QUEUED:
+            self.wait(queue[-_MAX_QUEUED].copy)
+        with streams.on(stream):
+            for event in command.after:
+                streams.wait(stream, self._events[event])
+            for copy in command.after_copies:
+                self.order(copy, stream)
+            try:
+                self._issue(command, storages, device)
+                done = streams.record(stream)
+            except BaseException:
+                # Part of it may be on its way, into memory that is given back now.
+                streams.synchronize(streams.record(stream))
+                raise
+        self.forget(command.after)
+        self._started[command.copy] = done, stream
+        queue.append(_Queued(command.copy, command.hop, command.storages, done))
+
+    def _issue(self, command: _core.Command, storages: Mapping[int, Storage], device: int) -> None:
+        streams = self._streams
+        staging: Bytes | None = None
+        if nbytes := command.staging_bytes:
+            with contextlib.suppress(MemoryError):  # then piece by piece
+                staging = streams.staging(nbytes, device)
+        whole: dict[int, Bytes] = {}
+        for src, dst, nbytes in command.spans(staging is not None):
+            streams.copy(
+                self._memory(dst, nbytes, storages, whole, staging),
+                self._memory(src, nbytes, storages, whole, staging),
+            )
+
+    def _memory(
+        self,
+        place: tuple[int, int, int],
+        nbytes: int,
+        storages: Mapping[int, Storage],
+        whole: dict[int, Bytes],
+        staging: Bytes | None,
+    ) -> Bytes:
+        tier, base, offset = place
+        if tier == _DEVICE:
+            flat = whole.get(base)
+            if flat is None:
+                flat = whole[base] = self._streams.bytes_of(storages[base])
+            if offset == 0 and flat.nbytes == nbytes:
+                return flat  # as most are: a slice costs as much as the copy call
+            return flat[offset : offset + nbytes]
+        if tier == _STAGING:
+            assert staging is not None
+            return staging[offset : offset + nbytes]
+        return self._pool.slab(base)[offset : offset + nbytes]
+
+    def started(self, copy: int) -> bool:
+        """Whether the copy is on its way: queued, and not taken by ``pop``."""
+        return copy in self._started
+
+    def order(self, copy: int, stream: int) -> None:
+        """What is issued on the stream from now on comes after the copy, which was started or is done."""
+        if (started := self._started.get(copy)) is not None:
+            self._streams.wait(stream, started[0])
+
+    def stream_of(self, copy: int) -> int | None:
+        started = self._started.get(copy)
+        return None if started is None else started[1]
+
+    def wait(self, copy: int) -> None:
+        """Blocks until the copy is done; ``pop`` still gives it out."""
+        if (started := self._started.get(copy)) is None:
+            return
+        try:
+            self._streams.synchronize(started[0])
+        except Exception:
+            return  # `pop` says so
+
+    def drain(self) -> None:
+        """Blocks until every copy is done."""
+        for copy in list(self._started):
+            self.wait(copy)
+
+    @property
+    def ready(self) -> bool:
+        """Whether ``pop`` has something to give out. Asks one event of each stream."""
+        for queue in list(self._queues.values()):
+            if queue and self._is_done(queue[0]):
+                return True
+        return False
+
+    def _is_done(self, queued: _Queued) -> bool:
+        try:
+            return self._streams.done(queued.event)
+        except Exception:
+            return True  # it will not get on
+
+    def pop(self) -> Completion | None:
+        for queue in list(self._queues.values()):
+            if not queue or not self._is_done(queue[0]):
+                continue
+            try:
+                queued = queue.popleft()  # another thread may have taken the one just looked at
+            except IndexError:
+                continue
+            error: BaseException | None = None
+            try:
+                self._streams.synchronize(queued.event)
+            except Exception as failure:
+                error = DeviceError(f"[copy] {failure}")
+            self._started.pop(queued.copy, None)
+            if error is None:
+                self._streams.recycle(queued.event)
+            return Completion(queued.copy, queued.hop, queued.storages, error)
+        return None
+
+    def all_running(self) -> list[int]:
+        return list(self._started)
+
+
+def yield_to_others() -> None:
+    """Lets another thread run that is about to do what this one needs."""
+    time.sleep(0)

@@ -1,0 +1,98 @@
+"""Streams, events, copies and page-locked memory of torch's accelerators, whichever this torch was built for."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+
+class TorchStreams:
+    """See :class:`ebbtide.framework.Streams`. One object per device type and process; thread safe."""
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        self._numbers: dict[tuple[int, int], int] = {}  # by device index and torch's number
+        self._streams: list[torch.Stream | None] = [None]
+        self._copy_streams: dict[tuple[int, bool], int] = {}
+        self._free_events: dict[int, list[torch.Event]] = {}  # by device index
+
+    def current(self, device: int) -> int:
+        return self._number(torch.accelerator.current_stream(device))
+
+    def _number(self, stream: torch.Stream) -> int:
+        key = stream.device_index, stream.stream_id
+        number = self._numbers.get(key)
+        if number is None:
+            self._streams.append(stream)
+            # Where two threads get here at once, one number of the two is never used.
+            number = self._numbers.setdefault(key, self._streams.index(stream))
+        return number
+
+    def _stream(self, number: int) -> torch.Stream:
+        stream = self._streams[number]
+        assert stream is not None
+        return stream
+
+    def copy_stream(self, device: int, to_device: bool) -> int:
+        number = self._copy_streams.get((device, to_device))
+        if number is None:
+            stream = torch.Stream(device=torch.device(self._device_type, device))
+            number = self._copy_streams.setdefault((device, to_device), self._number(stream))
+        return number
+
+    def on(self, stream: int) -> AbstractContextManager[Any]:
+        return self._stream(stream)
+
+    def record(self, stream: int) -> torch.Event:
+        on = self._stream(stream)
+        free = self._free_events.get(on.device_index)
+        event = free.pop() if free else torch.Event(device=on.device)
+        event.record(on)
+        return event
+
+    def wait(self, stream: int, event: torch.Event) -> None:
+        self._stream(stream).wait_event(event)
+
+    def done(self, event: torch.Event) -> bool:
+        return event.query()
+
+    def synchronize(self, event: torch.Event) -> None:
+        event.synchronize()
+
+    def recycle(self, event: torch.Event) -> None:
+        self._free_events.setdefault(event.device.index, []).append(event)
+
+    def bytes_of(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        return flat.set_(storage, 0, (storage.nbytes(),), (1,))
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        dst.copy_(src, non_blocking=True)
+
+    def staging(self, nbytes: int, device: int) -> torch.Tensor:
+        try:
+            return torch.empty(
+                nbytes, dtype=torch.uint8, device=torch.device(self._device_type, device)
+            )
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(str(error)) from error
+
+    def pinned(self, nbytes: int) -> torch.Tensor | None:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        except RuntimeError:
+            return None
+
+    def address(self, memory: torch.Tensor) -> int:
+        return memory.data_ptr()
+
+    def record_stream(self, storage: torch.UntypedStorage, stream: int) -> None:
+        self.bytes_of(storage).record_stream(self._stream(stream))
+
+    def unified(self) -> bool:
+        properties = getattr(getattr(torch, self._device_type, None), "get_device_properties", None)
+        if properties is None or torch.accelerator.device_count() == 0:
+            return self._device_type == "mps"
+        return bool(getattr(properties(0), "is_integrated", False))
