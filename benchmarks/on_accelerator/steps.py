@@ -22,7 +22,7 @@ _MOST_BYTES = 8 << 30
 _TINY_BYTES = 4 << 20
 
 # So that something moves in a dry run.
-TINY_OPTIONS = {"min_bytes": 4096, "in_flight_bytes": 1 << 20}
+TINY_OPTIONS = {"min_bytes": 4096, "in_flight_bytes": 1 << 17}
 _TINY_HOST_BEFORE_DISK_BYTES = 1 << 20
 
 
@@ -123,8 +123,10 @@ def lstm(machine: Machine, tiny: bool, rounds: int, budget: Budget) -> dict[str,
     torch.manual_seed(0)
     model = networks.Lstm(width).to(machine.device)
     x = torch.randn(batch, steps, width, device=machine.device)
-    options = {"min_bytes": 0, "keep_last_bytes": 0}
-    none = [variant for variant in all_variants(model, machine.type, None)[:1]]
+    options: dict[str, Any] = {"min_bytes": 0, "keep_last_bytes": 0}
+    if tiny:
+        options["in_flight_bytes"] = 0
+    none = all_variants(model, machine.type, None)[:1]
     ours = ebbtide_variants(model, machine.type, None, **options)[:2]
     rows = interleaved(machine, "lstm", model, x, none + ours, rounds, budget)
     machine.clean()

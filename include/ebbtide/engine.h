@@ -171,7 +171,8 @@ class Engine {
   void follow(Entry& entry, const SaveRequest& request, bool new_bytes, Commands& commands);
 
   // engine_offload.cc
-  void look(Commands& commands, std::size_t parked);
+  void look(Commands& commands);
+  void look_at_parked(Commands& commands, std::size_t most, bool all);
   [[nodiscard]] std::optional<StorageId> pop_window(Window& window);
   void probe(Entry& entry, Commands& commands);
   void leave_window(Entry& entry, Commands& commands);
@@ -207,6 +208,7 @@ class Engine {
   void begin_claims(Entry& entry, PassId pass);
   void order_after_load(Entry& entry, StreamRef stream, Commands& commands);
   void give_saved(Entry& entry, Commands& commands);
+  void prepare_for_writes(Entry& entry, Commands& commands);
   void fail_guesses(Commands& commands);
   void prefetch(const Entry& after, PassId pass, Commands& commands);
   [[nodiscard]] bool may_guess(DeviceId device, std::uint64_t nbytes);
@@ -279,6 +281,7 @@ class Engine {
   std::uint64_t last_parcel_ = 0;
   std::uint64_t last_event_ = 0;
   std::uint64_t last_epoch_ = 0;
+  std::uint64_t saves_ = 0;
   bool told_tier_full_ = false;
   Stats stats_;
   std::vector<GroupStats> group_stats_;

@@ -66,6 +66,8 @@ struct Entry {
 
   Lease lease = Lease::kNone;
   bool found_held = false;           // the last probe found other holders
+  std::uint32_t looks = 0;           // probes that found them
+  std::uint64_t next_look = 0;       // the save at which it is worth to look again
   ByteRanges valid;                  // bytes with a copy, finished or ahead of any load in device order
   std::vector<StoredRange> stored;   // where they are
   CopyId offload{};                  // the running copy

@@ -9,9 +9,10 @@ back into the session on the same thread.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from ebbtide import _core, process
 from ebbtide._core import KeepReason, RestoreOutcome, SaveOutcome
@@ -27,6 +28,23 @@ _NEW = int(SaveOutcome.NEW)
 _LIVE = int(RestoreOutcome.LIVE)
 _SHARED = int(RestoreOutcome.SHARED)
 _LOAD = int(RestoreOutcome.LOAD)
+
+
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+
+
+def _noting_interrupts(call: _Call) -> _Call:
+    @functools.wraps(call)
+    def noting(self: Session, *arguments: Any) -> Any:
+        try:
+            return call(self, *arguments)
+        except Exception:
+            raise
+        except BaseException:
+            self.transfers.cut_short()
+            raise
+
+    return cast(_Call, noting)
 
 
 class Session:
@@ -48,6 +66,7 @@ class Session:
 
     # --- forward
 
+    @_noting_interrupts
     def begin_epoch(self) -> int:
         process.require_usable("offload")
         self._recover_when_alone()
@@ -59,6 +78,7 @@ class Session:
         if self.transfers.interrupted and not self._epochs and not self._passes:
             self.transfers.recover()
 
+    @_noting_interrupts
     def end_epoch(self, epoch: int) -> None:
         if not process.usable():
             return  # in a forked child: the parent ends it
@@ -68,6 +88,7 @@ class Session:
         finally:
             self.transfers.run(self._engine.end_epoch(epoch))
 
+    @_noting_interrupts
     def begin_group(self, epoch: int, name: str) -> int:
         """A group begins; returns the label that what is saved in it goes by."""
         process.require_usable("group")
@@ -75,6 +96,7 @@ class Session:
         self.transfers.run(self._engine.begin_group(epoch, label))
         return label
 
+    @_noting_interrupts
     def end_group(self) -> None:
         if not process.usable():
             return
@@ -88,7 +110,7 @@ class Session:
         except Exception:
             raise
         except BaseException:
-            self.transfers.interrupted = True
+            self.transfers.cut_short()
             raise
 
     def _pack(self, tensor: Tensor, epoch: int, weights: Weights, label: int) -> Kept | Ticket:
@@ -195,7 +217,7 @@ class Session:
         except Exception:
             raise
         except BaseException:
-            self.transfers.interrupted = True
+            self.transfers.cut_short()
             raise
 
     def _unpack(self, saved: Kept | Ticket) -> Tensor:
@@ -273,6 +295,9 @@ class Session:
                         ) from error
                     short_of_memory = True
                     continue
+                except BaseException:
+                    self.transfers.run(verdict.commands)  # others may wait for what they begin
+                    raise
                 if self.transfers.load(entry, storage, verdict):
                     return storage
                 continue
@@ -306,6 +331,7 @@ class Session:
             self._framework.end_of_pass(PassEnd(self, pass_id))
         return pass_id
 
+    @_noting_interrupts
     def end_pass(self, pass_id: int) -> None:
         """The backward is over: nothing is kept for it any more."""
         self._passes.discard(pass_id)

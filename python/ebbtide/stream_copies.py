@@ -81,15 +81,21 @@ class StreamCopies:
         self._streams = streams
         self._pool = pool
         self._events: dict[int, Event] = {}  # recorded for copies to come after, by engine's event
+        self._unrecorded: dict[int, int] = {}  # that could not be recorded: their streams
         self._started: dict[int, tuple[Event, int]] = {}  # by copy: what it ends with, its stream
         self._queues: dict[int, deque[_Queued]] = {}  # by stream, in order
 
     def record(self, event: int, stream: int) -> None:
-        self._events[event] = self._streams.record(stream)
+        try:
+            self._events[event] = self._streams.record(stream)
+        except BaseException:
+            self._unrecorded[event] = stream
+            raise
 
     def forget(self, events: list[int]) -> None:
         """These will not be waited for (again)."""
         for event in events:
+            self._unrecorded.pop(event, None)
             if (recorded := self._events.pop(event, None)) is not None:
                 self._streams.recycle(recorded)
 
@@ -103,19 +109,23 @@ class StreamCopies:
             self.wait(queue[-_MAX_QUEUED].copy)
         with streams.on(stream):
             for event in command.after:
+                if event in self._unrecorded:
+                    self.record(event, self._unrecorded.pop(event))  # later on its stream: after more than is needed
                 streams.wait(stream, self._events[event])
             for copy in command.after_copies:
                 self.order(copy, stream)
             try:
                 self._issue(command, storages, device)
                 done = streams.record(stream)
+                self._started[command.copy] = done, stream
+                queue.append(_Queued(command.copy, command.hop, command.storages, done))
             except BaseException:
+                if not any(queued.copy == command.copy for queued in list(queue)):
+                    self._started.pop(command.copy, None)
                 # Part of it may be on its way, into memory that is given back now.
                 streams.synchronize(streams.record(stream))
                 raise
         self.forget(command.after)
-        self._started[command.copy] = done, stream
-        queue.append(_Queued(command.copy, command.hop, command.storages, done))
 
     def _issue(self, command: _core.Command, storages: Mapping[int, Storage], device: int) -> None:
         streams = self._streams
@@ -157,8 +167,14 @@ class StreamCopies:
 
     def order(self, copy: int, stream: int) -> None:
         """What is issued on the stream from now on comes after the copy, which was started or is done."""
-        if (started := self._started.get(copy)) is not None:
+        if (started := self._started.get(copy)) is None:
+            return
+        try:
             self._streams.wait(stream, started[0])
+        except BaseException:
+            # Memory may be let go of next, as if the stream came after the copy.
+            self.wait(copy)
+            raise
 
     def stream_of(self, copy: int) -> int | None:
         started = self._started.get(copy)

@@ -6,6 +6,7 @@ Any thread may run any command. What threads share is changed by single operatio
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 import time
 import warnings
@@ -16,7 +17,7 @@ from typing import Any, Literal
 from ebbtide import _core, process
 from ebbtide._core import CommandKind, Hop
 from ebbtide.config import Resolved
-from ebbtide.errors import EbbtideError, HostMemoryError
+from ebbtide.errors import DeviceError, EbbtideError, HostMemoryError
 from ebbtide.framework import Framework, Storage
 from ebbtide.saved import StorageEntry
 from ebbtide.sizes import format_bytes
@@ -114,8 +115,9 @@ class Transfers:
             try:
                 _COMMANDS[command.kind](self, command)
             except BaseException as error:
-                self.interrupted |= not isinstance(error, Exception)
                 failure = failure or error
+                if not isinstance(error, Exception):
+                    self.cut_short()
         try:
             if failure is not None:
                 raise failure
@@ -129,9 +131,18 @@ class Transfers:
         try:
             while (command := self.tickets.pop_dropped()) is not None:
                 self.run([command])
-        except BaseException as error:
-            self.interrupted |= not isinstance(error, Exception)
+        except Exception:
             raise
+        except BaseException:
+            self.cut_short()
+            raise
+
+    def cut_short(self) -> None:
+        """An exception out of a signal handler ends a call early. What it was about to tell the allocator of is over before
+        anything else is let go of."""
+        self.interrupted = True
+        if self._stream_copies is not None:
+            self._stream_copies.drain()
 
     # --- copies
 
@@ -185,14 +196,18 @@ class Transfers:
         """Fills the storage, or orders the current stream after that; False where the engine gave the load up meanwhile.
         Raises what made it fail."""
         load = verdict.load
-        self._adopt(entry, load, storage, verdict.stream)
-        self.run(verdict.commands)
+        try:
+            self._adopt(entry, load, storage, verdict.stream)
+        finally:
+            # Others may wait for what they begin.
+            self.run(verdict.commands)
         self._wait_until_started(entry, load)
         if self._stream_copies is None:
             # Another thread may have taken the completion and not reported it yet.
             while load in self._unreported:
                 self.wait(load)
-                self._require_answer(load)
+                if load in self._unreported:
+                    self._require_answer(load)
         self._raise_load_error(entry, load)
         return load in entry.loads_started
 
@@ -338,7 +353,7 @@ class Transfers:
         return storages, entries[0].ref.device
 
     def _complete(self, done: Completion) -> None:
-        copy, hop, storages, error = done
+        number, hop, storages, error = done
         answers = []
         try:
             if error is not None:
@@ -348,30 +363,39 @@ class Transfers:
                     entry = self.entries.get(storage)
                     answers.append(_UNKNOWN if entry is None else self._inspect(entry))
         finally:
-            commands = self.engine.completed(copy, error is None, answers)
+            commands = self.engine.completed(number, error is None, answers)
             # Whoever waits for the copy sees it done from here on.
-            self._unreported.discard(copy)
-            self.run(commands)
+            self._unreported.discard(number)
+            try:
+                self.run(commands)
+            finally:
+                self._fetch_errors.pop(number, None)
 
     def _note_error(self, done: Completion) -> None:
         assert done.error is not None
-        # Whoever asks for the bytes raises it anew: its frames hold tickets, and with them what it is kept in.
-        error = _without_frames(done.error)
         if done.hop in (_OFFLOAD, _SPILL):
             self._copy_error = str(done.error)
         elif done.hop == _LOAD:
             for storage in done.storages:
                 if (entry := self.entries.get(storage)) is not None:
-                    entry.load_errors[done.copy] = error
+                    entry.load_errors[done.copy] = _to_raise_later(done.error)
                     entry.loads_started.discard(done.copy)
         else:
-            self._fetch_errors[done.copy] = error
+            self._fetch_errors[done.copy] = done.error
 
     def _load_failed(self, command: _core.Command) -> None:
         if (entry := self.entries.get(command.storage)) is None:
             return
-        error = self._fetch_errors.get(command.cause)
-        if error is None:
+        cause = self._fetch_errors.get(command.cause)
+        error: BaseException
+        if cause is not None:
+            error = _to_raise_later(cause)
+        elif command.cause != 0:
+            error = DeviceError(
+                f"[unpack] the copy that took a saved storage off the device failed: {self._copy_error}: "
+                "run the forward again"
+            )
+        else:
             error = HostMemoryError(
                 f"[unpack] {format_bytes(command.nbytes)} of host memory are needed to read a saved storage back from disk, "
                 f"and max_host_bytes={format_bytes(self._max_host_bytes)} is taken: raise max_host_bytes, and run "
@@ -490,12 +514,15 @@ class Transfers:
         )
 
 
-def _without_frames(error: BaseException) -> BaseException:
-    seen: BaseException | None = error
-    while seen is not None:
-        seen.__traceback__ = None
-        seen = seen.__cause__ or seen.__context__
-    return error
+def _to_raise_later(error: BaseException) -> BaseException:
+    """A copy without frames: those hold tickets, and with them the entry that it is kept in."""
+    try:
+        anew: BaseException = copy.copy(error)
+    except Exception:
+        anew = DeviceError(str(error))
+    if isinstance(error, OSError) and isinstance(anew, OSError):
+        anew.errno = error.errno  # no part of what is copied
+    return anew.with_traceback(None)
 
 
 def _calling(transfers: weakref.ref[Transfers]) -> Callable[[], None]:

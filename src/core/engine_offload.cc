@@ -6,17 +6,31 @@
 
 namespace ebbtide {
 
-void Engine::look(Commands& commands, std::size_t parked) {
+namespace {
+
+// A storage that stays held is looked at after 1, 2, 4 … saves, up to this power of two.
+constexpr std::uint32_t kMostLooksBetween = 6;
+
+}  // namespace
+
+void Engine::look(Commands& commands) {
   for (auto& [device, window] : windows_) {
     // At once, however many are parked: most storages are free when they leave the window.
     while (const std::optional<StorageId> left = pop_window(window)) probe(*registry_.find(*left), commands);
   }
-  while (parked > 0 && !due_.empty()) {
+}
+
+// Looks at `most` of the parked storages; those found held again and again less often, unless at `all`.
+void Engine::look_at_parked(Commands& commands, std::size_t most, bool all) {
+  for (; most > 0 && !due_.empty(); --most) {
     Entry* entry = registry_.find(due_.front());
     due_.pop_front();
     if (entry == nullptr || entry->lease != Lease::kDue) continue;
-    probe(*entry, commands);
-    --parked;
+    if (all || entry->next_look <= saves_) {
+      probe(*entry, commands);
+    } else {
+      due_.push_back(entry->id);
+    }
   }
 }
 
@@ -52,6 +66,7 @@ Commands Engine::probed(StorageId storage, const ProbeAnswer& answer) {
     leave_changed(*entry, answer, commands);
   } else if (held_by_others(*entry, answer)) {
     set_found_held(*entry, true);
+    entry->next_look = saves_ + (std::uint64_t{1} << std::min(entry->looks++, kMostLooksBetween));
     set_lease(*entry, Lease::kDue);
     due_.push_back(storage);
   } else {
@@ -202,6 +217,8 @@ void Engine::bound_in_flight(Commands& commands) {
 
 // Nobody else holds the storage, so nobody can write to it: its memory may go to others in device order.
 void Engine::let_go(Entry& entry, Commands& commands) {
+  // Where another forward has saved it too, it is not free, and may be given to somebody.
+  if (leases_.at(entry.source.identity) > 1) return;
   ByteRanges missing = entry.missing();
   for (const StoredRange& part : entry.copying) missing.subtract(part.range);
   if (!missing.empty()) return;

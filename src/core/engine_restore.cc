@@ -64,6 +64,16 @@ RestoreVerdict Engine::restore(TicketId ticket, PassId pass, bool live, bool sha
 
 // Whoever is given the saved storage may resize or write it.
 void Engine::give_saved(Entry& entry, Commands& commands) {
+  prepare_for_writes(entry, commands);
+  const auto leases = leases_.find(entry.source.identity);
+  if (leases == leases_.end() || leases->second == (entry.leased() ? 1u : 0u)) return;
+  // Other forwards have saved it too.
+  registry_.for_each([&](Entry& other) {
+    if (other.id != entry.id && other.source.identity == entry.source.identity) prepare_for_writes(other, commands);
+  });
+}
+
+void Engine::prepare_for_writes(Entry& entry, Commands& commands) {
   if (entry.lease == Lease::kInFlight && value(entry.stream) == 0) {
     // Not under a copy that reads it.
     commands.push_back({.kind = CommandKind::kWait, .storage = entry.id, .copy = entry.offload});

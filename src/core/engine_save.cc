@@ -22,6 +22,7 @@ SaveVerdict keep_verdict(KeepReason reason) { return {.outcome = SaveOutcome::kK
 SaveVerdict Engine::save(const SaveRequest& request) {
   const ByteRange range = extent(request.view);
   const std::lock_guard lock(mutex_);
+  ++saves_;
   if (!request.spoiled) {
     ++stats_.saved_tensors;
     stats_.saved_bytes += view_bytes(request.view);
@@ -55,7 +56,8 @@ SaveVerdict Engine::save(const SaveRequest& request) {
       verdict.storage = entry->id;
       verdict.ticket = issue(*entry, static_cast<std::uint32_t>(found - entry->views.begin()));
       follow(*entry, request, false, verdict.commands);
-      look(verdict.commands, config_.probes_per_save);
+      look(verdict.commands);
+      look_at_parked(verdict.commands, config_.probes_per_save, false);
       return verdict;
     }
   }
@@ -63,7 +65,8 @@ SaveVerdict Engine::save(const SaveRequest& request) {
   verdict.storage = entry->id;
   verdict.ticket = issue(*entry, static_cast<std::uint32_t>(entry->views.size() - 1));
   want(*entry, range, request, verdict);
-  look(verdict.commands, config_.probes_per_save);
+  look(verdict.commands);
+  look_at_parked(verdict.commands, config_.probes_per_save, false);
   return verdict;
 }
 

@@ -41,6 +41,7 @@ struct DriverOptions {
   bool grows = false;        // the tier is empty until it is grown
   bool hold_copies = false;  // copies move their bytes and are reported in complete()
   bool record = false;       // keep a journal
+  bool threads = false;      // several use it: what one was told last may be carried out before what another was told
 };
 
 class Driver {
@@ -106,6 +107,7 @@ class Driver {
     int leases = 0;
     std::map<CopyId, Storage> restored;
     std::weak_ptr<FakeStorage> restored_weak;
+    CopyId restored_by{};  // the load of restored_weak
     std::vector<std::uint64_t> pinned;
   };
   using Lock = std::unique_lock<std::mutex>;
@@ -141,7 +143,10 @@ class Driver {
   static bool intact(const Item& item);
   static bool spoiled(const Item& item);
   template <class Made>
-  Made note(const Call& call, Made made);
+  Made note(const Call& call, Made made) {
+    if (options_.record) journal.push_back({call, to_string(made)});
+    return made;
+  }
 
   std::map<CopyId, Command> copies_;  // started, not reported
   std::set<CopyId> loaded_;

@@ -43,9 +43,8 @@ void expect_needed(const Outcome& outcome) {
 }
 
 TEST(EngineOrder, ACopyComesAfterItsProducer) {
-  expect_needed(with_and_without(Edge::kEvents, [](StreamDriver& driver) {
-    driver.drop(pack(driver, driver.filled(kBytes)));
-  }));
+  expect_needed(
+      with_and_without(Edge::kEvents, [](StreamDriver& driver) { driver.drop(pack(driver, driver.filled(kBytes))); }));
 }
 
 TEST(EngineOrder, ACopyComesAfterWorkOfEveryStreamThatSavedTheStorage) {

@@ -9,8 +9,8 @@
 namespace ebbtide::testing {
 namespace {
 
-constexpr EngineConfig kPacking{.keep_last_groups = 0, .prefetch_groups = 0, .in_flight_bytes = UINT64_MAX,
-                                .pack_below_bytes = 128};
+constexpr EngineConfig kPacking{
+    .keep_last_groups = 0, .prefetch_groups = 0, .in_flight_bytes = UINT64_MAX, .pack_below_bytes = 128};
 constexpr std::uint64_t kBytes = 32;
 
 // `count` storages that lie in one pack.

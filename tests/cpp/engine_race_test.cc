@@ -15,8 +15,15 @@ constexpr int kThreads = 4;
 class EngineRace : public ::testing::Test {
  protected:
   EngineRace()
-      : driver({.config = {.keep_last_bytes = 512, .prefetch_bytes = 512, .in_flight_bytes = 512},
-                .tier_capacity = 1 << 16}) {}
+      : driver({.config = {.keep_last_bytes = 512,
+                           .prefetch_bytes = 512,
+                           .in_flight_bytes = 512,
+                           .max_tier_bytes = 2048,
+                           .pack_below_bytes = 128,
+                           .pack_bytes = 512},
+                .tier_capacity = 1 << 16,
+                .backing_capacity = 1 << 20,
+                .threads = true}) {}
 
   template <class Body>
   static void on_threads(Body body) {

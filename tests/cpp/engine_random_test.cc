@@ -1,6 +1,6 @@
 // Random graphs of aliases, groups, orders, streams, writes, holders, failures and drops against a model that knows the
-// right bytes: each ticket carries what was saved, and is asked for only as long as nobody wrote to its memory, as plain
-// autograd demands.
+// right bytes: each ticket carries what was saved, and is asked for only as long as nobody wrote to its memory, as
+// plain autograd demands.
 #include <gtest/gtest.h>
 
 #include <algorithm>

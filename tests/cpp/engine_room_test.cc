@@ -20,7 +20,8 @@ std::uint64_t host_full(const Driver& driver) {
 std::vector<Saved> pack(Driver& driver, int count, EpochId epoch = EpochId{1}) {
   std::vector<Saved> saved;
   for (int i = 0; i < count; ++i) {
-    saved.push_back(driver.pack(filled(driver, kBytes, static_cast<std::uint8_t>(11 * i)), bytes_view(0, kBytes), epoch));
+    saved.push_back(
+        driver.pack(filled(driver, kBytes, static_cast<std::uint8_t>(11 * i)), bytes_view(0, kBytes), epoch));
   }
   return saved;
 }

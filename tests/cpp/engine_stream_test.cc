@@ -226,6 +226,27 @@ TEST(EngineStream, MemoryIsNotLetGoOfWhileSomeOfItsBytesHaveNoCopy) {
   driver.expect_at_rest();
 }
 
+TEST(EngineStream, AStorageThatTwoForwardsSavedIsNotLetGoOfUnderTheOther) {
+  StreamDriver driver({.config = {.keep_last_bytes = kBytes, .in_flight_bytes = 0}});
+  const EpochId first_epoch = driver.begin_epoch();
+  const EpochId second_epoch = driver.begin_epoch();
+  Storage storage = driver.filled(kBytes, 1);
+  const std::shared_ptr<Counter> counter = storage->counter;
+  const Saved first = pack(driver, storage, first_epoch);
+  const Saved second = pack(driver, std::move(storage), second_epoch);  // pushes the first out of the window
+  driver.end_epoch(first_epoch);
+  ASSERT_EQ(driver.held().size(), 1u);
+  EXPECT_EQ(driver.device.used_bytes(), kBytes);
+  // The second is still there: whoever gets it may write to it, under the copy of the first.
+  const Storage live = driver.unpack(second, kPass, kMain);
+  ASSERT_NE(live, nullptr);
+  write(live, 77, std::make_shared<Counter>(0), kMain);
+  driver.complete_all();
+  EXPECT_EQ(driver.engine.stats().d2h_bytes, 0u) << "the copy is not used";
+  driver.drop(first);
+  driver.drop(second);
+}
+
 TEST(EngineStream, PacksCrossInDeviceOrderToo) {
   StreamDriver driver(
       {.config = {.keep_last_groups = 0, .prefetch_groups = 0, .in_flight_bytes = 0, .pack_below_bytes = 128}});

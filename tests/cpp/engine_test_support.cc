@@ -22,8 +22,8 @@ std::vector<Saved> offloaded_storages(Driver& driver, int count) {
 
 TicketId Bare::offload(const ViewMeta& view, StreamRef stream) {
   const std::uint64_t n = ++saved;
-  const SaveVerdict verdict = engine.save(
-      {.storage = {DeviceId{0}, n, 0x1000 * n, 64}, .view = view, .epoch = EpochId{1}, .stream = stream});
+  const SaveVerdict verdict =
+      engine.save({.storage = {DeviceId{0}, n, 0x1000 * n, 64}, .view = view, .epoch = EpochId{1}, .stream = stream});
   for (const Command& command : engine.probed(verdict.storage, kFree)) {
     if (command.kind == CommandKind::kCopy) (void)engine.completed(command.copy, true, {kFree});
   }

@@ -89,7 +89,6 @@ ViewMeta bytes_view(std::uint64_t begin, std::uint64_t end) {
 void write(const Storage& storage, std::uint8_t seed, const std::shared_ptr<Counter>& counter, StreamRef stream) {
   std::vector<std::uint8_t> bytes(storage->ref.nbytes);
   for (std::size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<std::uint8_t>(seed + 7 * i);
-  if (std::getenv("DBG")) fprintf(stderr, "write %lx stream %lu\n", storage->ref.address, value(stream));
   storage->memory.write(*storage, bytes, stream);
   ++*(counter != nullptr ? counter : storage->counter);
 }

@@ -1,5 +1,5 @@
-// A BlockSpace for tests: first fit in one slab, blocks poisoned when handed out and when freed. May have to be grown by
-// its owner; as a file it is read as it was written. Thread safe.
+// A BlockSpace for tests: first fit in one slab, blocks poisoned when handed out and when freed. May have to be grown
+// by its owner; as a file it is read as it was written. Thread safe.
 #pragma once
 
 #include <cstdint>
@@ -24,8 +24,7 @@ class FakeSpace final : public BlockSpace {
   // Memory of its own, that places name by numbers which are no addresses.
   explicit FakeSpace(std::uint64_t capacity, Tier tier = Tier::kHost);
   // Somebody else's memory; `poison` overwrites a part of it.
-  FakeSpace(std::uint8_t* memory, std::uint64_t capacity,
-            std::function<void(std::uint8_t*, std::uint64_t)> poison);
+  FakeSpace(std::uint8_t* memory, std::uint64_t capacity, std::function<void(std::uint8_t*, std::uint64_t)> poison);
 
   // Until `grow` adds memory there is none.
   void start_empty();

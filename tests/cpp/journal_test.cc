@@ -13,7 +13,11 @@ namespace ebbtide::testing {
 namespace {
 
 DriverOptions options() {
-  return {.config = {.keep_last_bytes = 256, .prefetch_bytes = 256, .in_flight_bytes = 256, .pack_below_bytes = 128, .pack_bytes = 256},
+  return {.config = {.keep_last_bytes = 256,
+                     .prefetch_bytes = 256,
+                     .in_flight_bytes = 256,
+                     .pack_below_bytes = 128,
+                     .pack_bytes = 256},
           .tier_capacity = 4096,
           .backing_capacity = 2048,
           .hold_copies = true,

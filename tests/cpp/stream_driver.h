@@ -1,5 +1,5 @@
-// A session over a device whose work is asynchronous: what the engine does not order is seen as wrong bytes or as a race.
-// Copies run as late as the order of their streams allows, and are reported in complete().
+// A session over a device whose work is asynchronous: what the engine does not order is seen as wrong bytes or as a
+// race. Copies run as late as the order of their streams allows, and are reported in complete().
 #pragma once
 
 #include <cstdint>
@@ -60,8 +60,8 @@ class StreamDriver final : public Driver {
   // Whether the copy has run. Runs nothing.
   [[nodiscard]] bool has_run(CopyId copy);
 
-  // Bytes that were touched twice with nothing to order it. A user who is given a storage under a copy that reads it may
-  // write to it: then the copy is not used.
+  // Bytes that were touched twice with nothing to order it. A user who is given a storage under a copy that reads it
+  // may write to it: then the copy is not used.
   [[nodiscard]] std::vector<std::string> races() const;
   void expect_at_rest() override;
 

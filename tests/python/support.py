@@ -17,6 +17,10 @@ import ebbtide.torch as ebb
 BACKEND = os.environ.get("EBBTIDE_TEST_BACKEND", "torch-cpu")
 DEVICE = "tide" if BACKEND == "torch-tide" else "cpu"
 
+disk_first = pytest.mark.skipif(
+    DEVICE != "cpu", reason="from an accelerator, host memory comes before the disk"
+)
+
 # Nothing is held back: every storage is copied as soon as nobody else holds it, and copies are waited for.
 EXACT: dict[str, Any] = {"min_bytes": 0, "keep_last_bytes": 0, "in_flight_bytes": 0}
 

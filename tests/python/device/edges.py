@@ -119,9 +119,9 @@ EDGES = [
     ),
     Edge(
         "6b",
-        "the same, wrong guess at the end of a backward",
+        "the same, a wrong guess that a backward leaves",
         "the destination's stream waits",
-        "h2d_to_letting_go_at_the_end_of_a_pass",
+        "h2d_to_letting_go_after_a_pass",
         cut.no_wait_before_release,
     ),
     Edge(

@@ -54,6 +54,7 @@ def test_a_dry_run_measures_everything(tmp_path: Path, disk: Path, control: Modu
     lstm = results["lstm"]["variants"]
     packed, single = lstm["Ebbtide group_swap"], lstm["Ebbtide"]
     assert 0 < packed["d2h_copies"] < single["d2h_copies"]
+    assert 0 < packed["h2d_copies"] < single["h2d_copies"]
     assert packed["d2h_bytes"] == single["d2h_bytes"]
 
     fill = results["fill"]

@@ -77,8 +77,9 @@ def test_random_programs(
     check_all(range(first, first + SEEDS_A_TEST), streams, control, tmp_path)
 
 
-# A fetch that is reported too early is read right or wrong by chance: test_edges.py looks at that.
-NOTICED = {edge.cut: edge for edge in EDGES if edge.number != "9b"}.values()
+# These are rare: a fetch that is reported too early is read right or wrong by chance, and few guesses are dropped while
+# they load. test_edges.py looks at both.
+NOTICED = [edge for edge in EDGES if edge.number not in ("6a", "6b", "9b")]
 
 
 @pytest.mark.parametrize("edge", NOTICED, ids=[edge.number for edge in NOTICED])

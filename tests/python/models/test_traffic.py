@@ -141,7 +141,7 @@ def test_defaults(name: str, to: dict[str, Any], autocast: bool) -> None:
             keep_last_bytes = tide._resolved.keep_last_bytes
             assert_bounded(saved, step.moved, keep_last_bytes)
             free = sum(storage.wanted_bytes for storage in saved.free)
-            moves = options["min_bytes"] > KIB and free > options["keep_last_bytes"]
+            moves = options["min_bytes"] > KIB and free > options.get("keep_last_bytes", 0)
             assert (step.moved.after_backward.d2h_bytes > 0) == moves
         assert_rest(tide, steps)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import assert_at_rest, assert_loaded, assert_same_bits
+from support import DEVICE, assert_at_rest, assert_loaded, assert_same_bits, disk_first
 from training import (
     assert_step_equal,
     gradients,
@@ -86,7 +86,8 @@ def test_nested_in_another_the_inner_one_counts() -> None:
     assert_same_bits([loss.detach(), *gradients(model)], expected)
     for tide in (outer, inner):
         assert_loaded(tide)
-    assert inner.stats().spilled_bytes > 0 == outer.stats().spilled_bytes
+    assert outer.stats().spilled_bytes == 0
+    assert DEVICE != "cpu" or inner.stats().spilled_bytes > 0
     del hidden, loss
     assert_at_rest(outer)
     assert_at_rest(inner)
@@ -137,6 +138,7 @@ def test_hooks_are_gone_after_an_exception() -> None:
     assert tide.stats().saved_tensors == saved == 0
 
 
+@disk_first
 def test_object_dropped_before_backward() -> None:
     model, x = make_model(), make_input()
     expected = step(model, x)
@@ -168,6 +170,12 @@ def assert_left(tide: ebb.Offload) -> None:
     assert_at_rest(tide)
 
 
+on_the_callers_thread = pytest.mark.skipif(
+    DEVICE != "cpu", reason="the device's own thread runs backward, and has entered no context"
+)
+
+
+@on_the_callers_thread
 @pytest.mark.parametrize("prefetch_bytes", [0, 1 << 20])
 def test_left_from_inside_an_unpack(prefetch_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = make_model(), make_input()
@@ -196,6 +204,7 @@ def test_left_from_inside_an_unpack(prefetch_bytes: int, monkeypatch: pytest.Mon
     on_another_thread(use)
 
 
+@on_the_callers_thread
 def test_left_from_a_gradient_hook() -> None:
     model, x = make_model(), make_input()
     expected = step(model, x)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from descriptors import bad_disk, flipped, full_disk, truncated
-from support import assert_at_rest, assert_loaded, assert_same_bits
+from support import assert_at_rest, assert_loaded, assert_same_bits, disk_first
 from torch import nn
 from training import (
     assert_step_equal,
@@ -153,6 +153,7 @@ def test_gradient_hook_raises_and_the_graph_lives_on() -> None:
     assert_at_rest(tide)
 
 
+@disk_first
 def test_full_disk_keeps_everything_on_the_device(tmp_path: Path) -> None:
     model, x = make_model(), make_input()
     expected = step(model, x)
@@ -172,6 +173,7 @@ def test_full_disk_keeps_everything_on_the_device(tmp_path: Path) -> None:
     assert_step_equal(tide, model, x)
 
 
+@disk_first
 def test_third_of_many_copies_fails(tmp_path: Path) -> None:
     model, x = make_model(), make_input()
     expected = step(model, x)
@@ -204,6 +206,7 @@ READS: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
 }
 
 
+@disk_first
 @pytest.mark.parametrize("prefetch_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("trouble", READS)
 def test_load_fails(trouble: str, prefetch_bytes: int, tmp_path: Path) -> None:
@@ -229,6 +232,7 @@ def test_load_fails(trouble: str, prefetch_bytes: int, tmp_path: Path) -> None:
     assert_step_equal(tide, model, x)
 
 
+@disk_first
 def test_load_error_carries_errno(tmp_path: Path) -> None:
     x = make_input().requires_grad_()
     tide = offload(to=tmp_path)
@@ -292,6 +296,7 @@ def test_no_memory_at_all_says_so_and_keeps_the_copy(monkeypatch: pytest.MonkeyP
     assert_at_rest(tide)
 
 
+@disk_first
 def test_failure_while_leaving_does_not_hide_the_users(tmp_path: Path) -> None:
     model, x = make_model(), make_input()
     tide = offload(model, to=tmp_path, in_flight_bytes=1 << 30)

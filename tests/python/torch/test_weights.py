@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import EXACT, assert_at_rest, assert_loaded, assert_same_bits
+from support import DEVICE, EXACT, assert_at_rest, assert_loaded, assert_same_bits
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
@@ -289,7 +289,7 @@ def test_lazy_and_sparse_weights() -> None:
     expected = step(model, x)
     assert_same_bits(step(model, x, tide), expected)
     assert tide.stats().kept["parameter"] == count_saved_weights(model, x)
-    model.register_buffer("sparse", torch.eye(3).to_sparse())
+    model.register_buffer("sparse", torch.eye(3, device="cpu").to_sparse())
     assert_same_bits(step(model, x, tide), expected)
     assert_loaded(tide)
     assert_at_rest(tide)
@@ -299,7 +299,7 @@ def test_lazy_and_sparse_weights() -> None:
 
 
 def cast_step(model: nn.Module, x: torch.Tensor, tide: Any = None) -> list[torch.Tensor | None]:
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         return step(model, x, tide)
 
 
@@ -341,7 +341,7 @@ def test_context_around_autocast() -> None:
     expected = cast_step(model, x)
     tide = offload(model)
     model.zero_grad()
-    with tide, torch.autocast("cpu", torch.bfloat16):
+    with tide, torch.autocast(DEVICE, torch.bfloat16):
         loss = model(x).square().mean()
     loss.backward()
     assert_same_bits([loss.detach(), *gradients(model)], expected)
@@ -365,7 +365,7 @@ def test_casts_of_frozen_weights_are_right() -> None:
 def test_a_cast_of_an_activation_is_none_of_a_weight() -> None:
     x = torch.linspace(0, 1, 64, requires_grad=True)
     tide = offload()
-    with tide, torch.autocast("cpu", torch.bfloat16):
+    with tide, torch.autocast(DEVICE, torch.bfloat16):
         loss = F.gelu(x.exp().to(torch.bfloat16)).float().sin().sum()
     assert tide.stats().kept["parameter_cast"] == 0
     loss.backward()
