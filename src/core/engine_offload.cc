@@ -122,6 +122,13 @@ void Engine::offload(const std::vector<Entry*>& entries, Commands& commands) {
   std::uint64_t nbytes = 0;
   for (const Entry* entry : entries) nbytes += entry->missing().nbytes();
   if (!make_room(nbytes, commands)) {
+    if (entries.size() > 1) {
+      // Room for a part is better than room for nothing.
+      const auto middle = entries.begin() + static_cast<std::ptrdiff_t>(entries.size() / 2);
+      offload({entries.begin(), middle}, commands);
+      offload({middle, entries.end()}, commands);
+      return;
+    }
     for (Entry* entry : entries) keep_on_device(*entry, commands);
     return;
   }

@@ -63,6 +63,22 @@ TEST(EnginePack, SameBytesInFewerCopies) {
   EXPECT_EQ(stats[1].h2d_copies, 2u);
 }
 
+TEST(EnginePack, OfAPackThatFindsNoRoomAPartGoes) {
+  EngineConfig config = kPacking;
+  config.max_tier_bytes = 100;
+  Driver driver({.config = config});
+  const EpochId epoch = driver.begin_epoch();
+  const std::vector<Saved> saved = save_group(driver, epoch, 4);  // of 16, 24, 32 and 40 bytes
+  driver.end_epoch(epoch);
+  const Stats stats = driver.engine.stats();
+  EXPECT_EQ(stats.d2h_bytes, 16u + 24u + 32u);
+  EXPECT_EQ(stats.kept[static_cast<std::size_t>(KeepReason::kTierFull)], 1u);
+  for (auto one = saved.rbegin(); one != saved.rend(); ++one) EXPECT_NE(driver.unpack(*one, kPass), nullptr);
+  driver.end_pass(kPass);
+  for (const Saved& one : saved) driver.drop(one);
+  driver.expect_at_rest();
+}
+
 TEST(EnginePack, AnAliasGroupIsNeverSplit) {
   EngineConfig config = kPacking;
   config.pack_bytes = 40;
