@@ -121,6 +121,23 @@ TEST(EngineOrder, MemoryOfALoadIsNotGivenToOthersBeforeWorkOfAnotherStreamIsDone
   }));
 }
 
+TEST(EngineOrder, MemoryOfALoadIsNotGivenToOthersBeforeWorkOfAStreamThatSavedItAgain) {
+  expect_needed(with_and_without(Edge::kRecordStream, [](StreamDriver& driver) {
+    const EpochId epoch = driver.begin_epoch();
+    const Saved saved = driver.pack(driver.filled(kBytes), bytes_view(0, kBytes), epoch, kMain);
+    driver.complete_all();
+    Storage restored = driver.unpack(saved, kPass, kMain);
+    driver.complete_all();
+    driver.user_order(kMain, kSide);
+    (void)driver.device.read(*restored, {0, kBytes}, kSide);
+    const Saved again = driver.pack(std::move(restored), bytes_view(0, kBytes), epoch, kSide);
+    EXPECT_EQ(again.outcome, SaveOutcome::kDuplicate);
+    (void)driver.filled(kBytes, 9);
+    driver.drop(saved);
+    driver.drop(again);
+  }));
+}
+
 TEST(EngineOrder, MemoryIsNotGivenToOthersBeforeTheCopyOutOfIt) {
   expect_needed(with_and_without(Edge::kRecordStream, [](StreamDriver& driver) {
     const Saved saved = pack(driver, driver.filled(kBytes));

@@ -126,6 +126,23 @@ TEST(EnginePackLoad, ASecondMicroBatchIsNotLoadedWithTheFirst) {
   finish(driver, second);
 }
 
+TEST(EnginePackLoad, WhatAnotherForwardSavedIntoTheSamePackStaysThere) {
+  EngineConfig config = kPacking;
+  config.keep_last_groups = {};
+  Driver driver({.config = config});
+  const EpochId epochs[2] = {driver.begin_epoch(), driver.begin_epoch()};
+  std::vector<Saved> saved;
+  for (int i = 0; i < 4; ++i) {
+    saved.push_back(
+        driver.pack(filled(driver, kBytes, static_cast<std::uint8_t>(i)), bytes_view(0, kBytes), epochs[i % 2]));
+  }
+  driver.end_epoch(epochs[1]);
+  ASSERT_EQ(driver.engine.stats().d2h_copies, 1u);
+  EXPECT_NE(driver.unpack(saved[2], kPass), nullptr);
+  EXPECT_EQ(driver.engine.stats().h2d_bytes, 2 * kBytes);
+  finish(driver, saved);
+}
+
 TEST(EnginePackLoad, WhatFindsNoMemoryIsLeftOutAndLoadedLater) {
   for (const int nth : {2, 3, 4}) {
     Driver driver({.config = kPacking});

@@ -226,6 +226,35 @@ TEST(EngineStream, MemoryIsNotLetGoOfWhileSomeOfItsBytesHaveNoCopy) {
   driver.expect_at_rest();
 }
 
+TEST(EngineStream, BytesSavedDuringTheCopyKeepTheLease) {
+  Bare bare(kAtOnce);
+  SaveRequest save = request(1, kBytes, kMain);
+  save.view = bytes_view(0, 16);
+  const SaveVerdict first = bare.engine.save(save);
+  ASSERT_EQ(kinds(bare.engine.probed(first.storage, kFree)), (std::vector{CommandKind::kCopy, CommandKind::kProbe}));
+  save.view = bytes_view(0, kBytes);
+  (void)bare.engine.save(save);
+  EXPECT_TRUE(bare.engine.probed(first.storage, kFree).empty());
+  EXPECT_EQ(bare.engine.stats().device_bytes, kBytes);
+}
+
+TEST(EngineStream, BytesThatARunningLoadDoesNotBringAreLoadedAfterIt) {
+  Bare bare(kUnbounded);
+  const TicketId first = bare.offload(bytes_view(0, 16), kMain);
+  SaveRequest late = request(1, kBytes, kMain);
+  late.view = bytes_view(32, kBytes);
+  const TicketId second = bare.engine.save(late).ticket;
+  const CopyId copy = bare.engine.probed(StorageId{1}, kFree).front().copy;
+  const CopyId load = bare.engine.restore(first, kPass, false, false, kMain).load;
+  (void)bare.allocate(StorageId{1}, load, 16, kMain);
+  (void)bare.engine.completed(copy, true, {kFree});
+  const RestoreVerdict verdict = bare.engine.restore(second, kPass, false, true, kMain);
+  EXPECT_EQ(verdict.outcome, RestoreOutcome::kPending) << "its memory is not let go of while it is written";
+  EXPECT_EQ(verdict.load, load);
+  (void)bare.engine.completed(load, true, {});
+  EXPECT_EQ(bare.engine.restore(second, kPass, false, true, kMain).outcome, RestoreOutcome::kLoad);
+}
+
 TEST(EngineStream, AStorageThatTwoForwardsSavedIsNotLetGoOfUnderTheOther) {
   StreamDriver driver({.config = {.keep_last_bytes = kBytes, .in_flight_bytes = 0}});
   const EpochId first_epoch = driver.begin_epoch();
