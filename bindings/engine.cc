@@ -23,11 +23,6 @@ using Integers = std::vector<std::int64_t>;
 using Answer = std::tuple<std::uint64_t, bool, bool, bool, bool>;
 
 void bind_verdicts(nb::module_& m) {
-  nb::enum_<SaveOutcome>(m, "SaveOutcome", nb::is_arithmetic())
-      .value("KEPT", SaveOutcome::kKept)
-      .value("NEW", SaveOutcome::kNew)
-      .value("JOINED", SaveOutcome::kJoined)
-      .value("DUPLICATE", SaveOutcome::kDuplicate);
   nb::enum_<RestoreOutcome>(m, "RestoreOutcome", nb::is_arithmetic())
       .value("LIVE", RestoreOutcome::kLive)
       .value("SHARED", RestoreOutcome::kShared)
@@ -44,13 +39,6 @@ void bind_verdicts(nb::module_& m) {
       .value("BUDGET", KeepReason::kBudget)
       .value("HOST_FULL", KeepReason::kTierFull)
       .value("CAPTURE", KeepReason::kCapture);
-  nb::class_<SaveVerdict>(m, "SaveVerdict")
-      .def_prop_ro("outcome", [](const SaveVerdict& verdict) { return static_cast<int>(verdict.outcome); })
-      .def_ro("reason", &SaveVerdict::reason)
-      .def_prop_ro("ticket", [](const SaveVerdict& verdict) { return value(verdict.ticket); })
-      .def_prop_ro("storage", [](const SaveVerdict& verdict) { return value(verdict.storage); })
-      .def_ro("lease", &SaveVerdict::lease)
-      .def_prop_ro("commands", [](const SaveVerdict& verdict) { return verdict.commands; });
   nb::class_<RestoreVerdict>(m, "RestoreVerdict")
       .def_prop_ro("outcome", [](const RestoreVerdict& verdict) { return static_cast<int>(verdict.outcome); })
       .def_prop_ro("load", [](const RestoreVerdict& verdict) { return value(verdict.load); })
@@ -102,7 +90,8 @@ class TicketHold {
 struct Tickets {
   std::shared_ptr<Dropped> dropped;
 
-  // (verdict, TicketHold or None)
+  // (TicketHold or None, why it is kept, ticket, storage, whether it is new, lease, commands): one for every saved
+  // tensor, so a tuple.
   nb::object save(std::int64_t device, std::uint64_t identity, std::uint64_t address, std::uint64_t nbytes,
                   std::int64_t storage_offset, std::int64_t itemsize, std::int64_t kind, Integers sizes,
                   Integers strides, std::uint64_t version, std::uint64_t epoch, std::size_t label,
@@ -120,7 +109,8 @@ struct Tickets {
     if (verdict.outcome != SaveOutcome::kKept) {
       hold = nb::cast(new TicketHold(dropped, verdict.ticket), nb::rv_policy::take_ownership);
     }
-    return nb::make_tuple(std::move(verdict), std::move(hold));
+    return nb::make_tuple(std::move(hold), verdict.reason, value(verdict.ticket), value(verdict.storage),
+                          verdict.outcome == SaveOutcome::kNew, verdict.lease, std::move(verdict.commands));
   }
 
   nb::object pop_dropped() {
@@ -254,7 +244,8 @@ void bind_engine(nb::module_& m) {
            nb::arg("version"), nb::arg("epoch"), nb::arg("label"), nb::arg("stream"), nb::arg("forced"), nb::arg("spoiled"),
            nb::sig("def save(self, device: int, identity: int, address: int, nbytes: int, storage_offset: int, "
                    "itemsize: int, kind: int, sizes: tuple[int, ...], strides: tuple[int, ...], version: int, "
-                   "epoch: int, label: int, stream: int, forced: bool, spoiled: bool) -> tuple[SaveVerdict, TicketHold | None]"))
+                   "epoch: int, label: int, stream: int, forced: bool, spoiled: bool) "
+                   "-> tuple[TicketHold | None, KeepReason, int, int, bool, bool, list[Command]]"))
       .def("pop_dropped", &Tickets::pop_dropped, nb::sig("def pop_dropped(self) -> Command | None"));
 }
 

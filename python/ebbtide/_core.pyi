@@ -215,15 +215,6 @@ class SpillFile(BlockSpace):
     @property
     def descriptor(self) -> int: ...
 
-class SaveOutcome(enum.IntEnum):
-    KEPT = 0
-
-    NEW = 1
-
-    JOINED = 2
-
-    DUPLICATE = 3
-
 class RestoreOutcome(enum.IntEnum):
     LIVE = 0
 
@@ -253,25 +244,6 @@ class KeepReason(enum.Enum):
     HOST_FULL = 8
 
     CAPTURE = 9
-
-class SaveVerdict:
-    @property
-    def outcome(self) -> int: ...
-
-    @property
-    def reason(self) -> KeepReason: ...
-
-    @property
-    def ticket(self) -> int: ...
-
-    @property
-    def storage(self) -> int: ...
-
-    @property
-    def lease(self) -> bool: ...
-
-    @property
-    def commands(self) -> list[Command]: ...
 
 class RestoreVerdict:
     @property
@@ -346,7 +318,7 @@ class TicketHold:
 class Tickets:
     def __init__(self, engine: Engine, on_drop: object) -> None: ...
 
-    def save(self, device: int, identity: int, address: int, nbytes: int, storage_offset: int, itemsize: int, kind: int, sizes: tuple[int, ...], strides: tuple[int, ...], version: int, epoch: int, label: int, stream: int, forced: bool, spoiled: bool) -> tuple[SaveVerdict, TicketHold | None]: ...
+    def save(self, device: int, identity: int, address: int, nbytes: int, storage_offset: int, itemsize: int, kind: int, sizes: tuple[int, ...], strides: tuple[int, ...], version: int, epoch: int, label: int, stream: int, forced: bool, spoiled: bool) -> tuple[TicketHold | None, KeepReason, int, int, bool, bool, list[Command]]: ...
 
     def pop_dropped(self) -> Command | None: ...
 

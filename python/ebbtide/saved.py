@@ -29,7 +29,7 @@ class StorageEntry:
         "last_witness",
         "leases",
         "load_errors",
-        "loads_started",
+        "load_started",
         "ref",
         "restored",
         "restored_weak",
@@ -51,7 +51,7 @@ class StorageEntry:
         self.events: list[int] = []  # recorded for copies of it
         self.streams: set[int] = set()  # that it was saved or given out on: it may be read there
         self.load_errors: dict[int, BaseException] = {}
-        self.loads_started: set[int] = set()
+        self.load_started = 0  # the last load that was, unless it failed
         # One witness per in-place counter seen, with the counter's value; dead tickets' witnesses stay: a write through
         # any of them changes the content for all.
         self.witnesses: list[tuple[Witness, int]] = []
@@ -61,8 +61,11 @@ class StorageEntry:
 
     @property
     def lease(self) -> Storage | None:
-        last = self.leases[-1:]
-        return last[0] if last else None
+        leases = self.leases
+        try:
+            return leases[-1] if leases else None
+        except IndexError:
+            return None  # another thread took it
 
 
 class Ticket:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from ebbtide import _core, process
-from ebbtide._core import KeepReason, RestoreOutcome, SaveOutcome
+from ebbtide._core import KeepReason, RestoreOutcome
 from ebbtide.config import Resolved
 from ebbtide.errors import DeviceError, InplaceModificationError
 from ebbtide.framework import Framework, Storage, Tensor, Weights, Witness
@@ -24,7 +24,6 @@ from ebbtide.saved import Kept, PassEnd, StorageEntry, Ticket
 from ebbtide.sizes import format_bytes
 from ebbtide.transfers import Transfers
 
-_NEW = int(SaveOutcome.NEW)
 _LIVE = int(RestoreOutcome.LIVE)
 _SHARED = int(RestoreOutcome.SHARED)
 _LOAD = int(RestoreOutcome.LOAD)
@@ -106,34 +105,31 @@ class Session:
     def pack(self, tensor: Tensor, epoch: int, weights: Weights, label: int = 0) -> Kept | Ticket:
         """The saved-tensor hook: takes a tensor, returns what stands for it until backward."""
         try:
-            return self._pack(tensor, epoch, weights, label)
+            if process.unusable:
+                process.require_usable("pack")
+            self.transfers.settle()
+            framework = self._framework
+            reason = framework.keep_reason(tensor, weights)
+            forced = False
+            if reason is None and self._layer_inputs_only and not framework.is_region_input():
+                reason = KeepReason.POLICY
+            if reason is None and self._policy is not None:
+                forced = wants_offload(self._policy(tensor))
+                if not forced:
+                    reason = KeepReason.POLICY
+            if reason is None and not forced:
+                # The engine would say so too: spares a small tensor its description.
+                if framework.storage_bytes(tensor) < self._min_bytes:
+                    reason = KeepReason.SMALL
+            if reason is None:
+                return self._save(tensor, epoch, label, forced, spoiled=False)
+            self._engine.kept(reason, framework.nbytes(tensor))
+            return self._keep(tensor, reason)
         except Exception:
             raise
         except BaseException:
             self.transfers.cut_short()
             raise
-
-    def _pack(self, tensor: Tensor, epoch: int, weights: Weights, label: int) -> Kept | Ticket:
-        process.require_usable("pack")
-        if self.transfers.ready:
-            self.transfers.settle()
-        framework = self._framework
-        reason = framework.keep_reason(tensor, weights)
-        forced = False
-        if reason is None and self._layer_inputs_only and not framework.is_region_input():
-            reason = KeepReason.POLICY
-        if reason is None and self._policy is not None:
-            forced = wants_offload(self._policy(tensor))
-            if not forced:
-                reason = KeepReason.POLICY
-        if reason is None and not forced:
-            # The engine would say so too: spares a small tensor its description.
-            if framework.storage_bytes(tensor) < self._min_bytes:
-                reason = KeepReason.SMALL
-        if reason is not None:
-            self._engine.kept(reason, framework.nbytes(tensor))
-            return self._keep(tensor, reason)
-        return self._save(tensor, epoch, label, forced, spoiled=False)
 
     def keep(self, tensor: Tensor) -> Kept:
         """Stands in for ``pack`` where nothing is to be offloaded; counts nothing."""
@@ -146,17 +142,14 @@ class Session:
     def _save(
         self, tensor: Tensor, epoch: int, label: int, forced: bool, spoiled: bool
     ) -> Kept | Ticket:
-        framework = self._framework
+        framework, transfers = self._framework, self.transfers
         view = framework.view_meta(tensor)
         version = framework.version(tensor)
         storage = framework.storage(tensor)
         ref = framework.storage_ref(storage)
-        stream = self.transfers.current_stream(ref.device)
-        verdict, hold = self.transfers.tickets.save(
-            ref.device,
-            ref.identity,
-            ref.address,
-            ref.nbytes,
+        stream = transfers.current_stream(ref.device)
+        hold, kept_for, ticket_id, storage_id, is_new, lease, commands = transfers.tickets.save(
+            *ref,
             view.storage_offset,
             view.itemsize,
             view.kind,
@@ -169,29 +162,28 @@ class Session:
             forced,
             spoiled,
         )
-        outcome = verdict.outcome
         if hold is None:
-            return self._keep(tensor, verdict.reason)
+            return self._keep(tensor, kept_for)
         try:
-            entry = self.transfers.entries.get(verdict.storage)
+            entry = transfers.entries.get(storage_id)
             if entry is None:
                 # Another thread may be here for the same storage: the first one's object is everybody's.
-                entry = StorageEntry(verdict.storage, ref, framework.weak(storage))
-                entry = self.transfers.entries.setdefault(verdict.storage, entry)
+                entry = StorageEntry(storage_id, ref, framework.weak(storage))
+                entry = transfers.entries.setdefault(storage_id, entry)
             if stream != 0:
                 entry.streams.add(stream)
-            if verdict.lease:
+            if lease:
                 entry.leases.append(storage)
             # Probes count references: this one must not be taken for somebody else's.
             del storage
-            intact = outcome == _NEW or self.transfers.intact(entry)
+            intact = is_new or transfers.intact(entry)
             witness = self._witness(entry, tensor, version) if intact else None
         except BaseException:
-            self.transfers.run(verdict.commands)
+            transfers.run(commands)
             raise
         original = weakref.ref(tensor) if framework.replaceable(tensor) else None
-        ticket = Ticket(self, verdict.ticket, hold, entry, view, witness, version, original)
-        self.transfers.run(verdict.commands)
+        ticket = Ticket(self, ticket_id, hold, entry, view, witness, version, original)
+        transfers.run(commands)
         return ticket if intact else self._save(tensor, epoch, label, forced, spoiled=True)
 
     def _witness(self, entry: StorageEntry, tensor: Tensor, version: int) -> Witness:
@@ -213,38 +205,35 @@ class Session:
         and CorruptionError where the disk tier failed; DeviceError where there is no memory for it.
         """
         try:
-            return self._unpack(saved)
+            if process.unusable:
+                process.require_usable("unpack")
+            framework = self._framework
+            if isinstance(saved, tuple):
+                tensor, expected = saved
+                found = framework.version(tensor)
+                if found != expected:
+                    raise InplaceModificationError(framework.modified_text(tensor, expected, found))
+                return tensor
+            self.transfers.settle()
+            found = framework.version(saved.witness)
+            original = saved.original() if saved.original is not None else None
+            if original is not None and found == saved.version:
+                if framework.storage_ref(framework.storage(original)) != saved.entry.ref:
+                    return original
+            if found == saved.version:
+                storage = self._find(saved, allow_live=True)
+            elif self._use_saved_copy:
+                storage = self._find_saved_copy(saved, found)
+            else:
+                raise InplaceModificationError(
+                    framework.modified_text(saved.witness, saved.version, found)
+                )
+            return framework.make_view(storage, saved.view, saved.witness)
         except Exception:
             raise
         except BaseException:
             self.transfers.cut_short()
             raise
-
-    def _unpack(self, saved: Kept | Ticket) -> Tensor:
-        process.require_usable("unpack")
-        framework = self._framework
-        if isinstance(saved, tuple):
-            tensor, expected = saved
-            found = framework.version(tensor)
-            if found != expected:
-                raise InplaceModificationError(framework.modified_text(tensor, expected, found))
-            return tensor
-        if self.transfers.ready:
-            self.transfers.settle()
-        found = framework.version(saved.witness)
-        original = saved.original() if saved.original is not None else None
-        if original is not None and found == saved.version:
-            if framework.storage_ref(framework.storage(original)) != saved.entry.ref:
-                return original
-        if found == saved.version:
-            storage = self._find(saved, allow_live=True)
-        elif self._use_saved_copy:
-            storage = self._find_saved_copy(saved, found)
-        else:
-            raise InplaceModificationError(
-                framework.modified_text(saved.witness, saved.version, found)
-            )
-        return framework.make_view(storage, saved.view, saved.witness)
 
     def _find_saved_copy(self, ticket: Ticket, found: int) -> Storage:
         try:
@@ -309,7 +298,7 @@ class Session:
         if storage is not None:
             return storage
         storage = self._framework.lock(entry.weak)
-        if storage is None or self._framework.storage_ref(storage) != entry.ref:
+        if storage is None or not self._framework.unmoved(storage, entry.ref):
             return None
         return storage
 

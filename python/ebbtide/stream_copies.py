@@ -17,6 +17,9 @@ from ebbtide._core import Hop, Tier
 from ebbtide.errors import DeviceError
 from ebbtide.framework import Bytes, Event, Storage, Streams
 
+# Slices of a slab that are kept: blocks come again with every step.
+_MAX_SLICES = 8192
+
 # Device queues are bounded, and whoever fills one is blocked by the driver: block earlier, without the GIL.
 _MAX_QUEUED = 512
 
@@ -32,6 +35,7 @@ class PinnedPool:
         self.space = _core.HostPool.of_added_slabs()
         self._streams = streams
         self._slabs: dict[int, Bytes] = {}
+        self._slices: dict[int, dict[tuple[int, int], Bytes]] = {}  # by slab, offset and bytes
 
     def grow(self, nbytes: int, limit: int) -> bool:
         """Adds a slab; False where the system has no page-locked memory for it."""
@@ -40,6 +44,7 @@ class PinnedPool:
         if slab is None:
             return False
         address = self._streams.address(slab)
+        self._slices[address] = {}
         self._slabs[address] = slab
         self.space.add_slab(address, nbytes)
         return True
@@ -53,11 +58,18 @@ class PinnedPool:
         if before <= limit:
             return 0
         for address in self.space.take_empty_slabs(limit):
-            del self._slabs[address]
+            del self._slices[address], self._slabs[address]
         return int(before - self.space.reserved_bytes)
 
-    def slab(self, base: int) -> Bytes:
-        return self._slabs[base]
+    def slice(self, base: int, offset: int, nbytes: int) -> Bytes:
+        """A part of the slab at this address."""
+        slices = self._slices[base]
+        found = slices.get((offset, nbytes))
+        if found is None:
+            if len(slices) >= _MAX_SLICES:
+                slices.clear()
+            found = slices[offset, nbytes] = self._slabs[base][offset : offset + nbytes]
+        return found
 
 
 class Completion(NamedTuple):
@@ -65,13 +77,7 @@ class Completion(NamedTuple):
     hop: int
     storages: list[int]
     error: BaseException | None
-
-
-class _Queued(NamedTuple):
-    copy: int
-    hop: int
-    storages: list[int]
-    event: Event
+    event: Event = None  # done with the copy
 
 
 class StreamCopies:
@@ -83,7 +89,9 @@ class StreamCopies:
         self._events: dict[int, Event] = {}  # recorded for copies to come after, by engine's event
         self._unrecorded: dict[int, int] = {}  # that could not be recorded: their streams
         self._started: dict[int, tuple[Event, int]] = {}  # by copy: what it ends with, its stream
-        self._queues: dict[int, deque[_Queued]] = {}  # by stream, in order
+        # In order; without an error, which is found out at the end.
+        self._queues: dict[int, deque[Completion]] = {}  # by stream
+        self._all_queues: list[deque[Completion]] = []  # only ever grows: loops need no copy of it
 
     def record(self, event: int, stream: int) -> None:
         try:
@@ -95,7 +103,8 @@ class StreamCopies:
     def forget(self, events: list[int]) -> None:
         """These will not be waited for (again)."""
         for event in events:
-            self._unrecorded.pop(event, None)
+            if self._unrecorded:
+                self._unrecorded.pop(event, None)
             if (recorded := self._events.pop(event, None)) is not None:
                 self._streams.recycle(recorded)
 
@@ -103,29 +112,41 @@ class StreamCopies:
         """Queues a copy. ``storages`` are the device's, by address. Their memory may be given to others only in device
         order, after the copy."""
         streams = self._streams
-        stream = streams.copy_stream(device, command.hop == _LOAD)
-        queue = self._queues.setdefault(stream, deque())
+        copy, hop, after = command.copy, command.hop, command.after
+        stream = streams.copy_stream(device, hop == _LOAD)
+        queue = self._queues.get(stream)
+        if queue is None:
+            queue = self._add_queue(stream)
         if len(queue) >= _MAX_QUEUED:
             self.wait(queue[-_MAX_QUEUED].copy)
         with streams.on(stream):
-            for event in command.after:
+            for event in after:
                 if event in self._unrecorded:
-                    self.record(event, self._unrecorded.pop(event))  # later on its stream: after more than is needed
+                    self.record(
+                        event, self._unrecorded.pop(event)
+                    )  # later on its stream: after more than is needed
                 streams.wait(stream, self._events[event])
-            for copy in command.after_copies:
-                self.order(copy, stream)
+            for before in command.after_copies:
+                self.order(before, stream)
             try:
                 self._issue(command, storages, device)
                 done = streams.record(stream)
-                self._started[command.copy] = done, stream
-                queue.append(_Queued(command.copy, command.hop, command.storages, done))
+                self._started[copy] = done, stream
+                queue.append(Completion(copy, hop, command.storages, None, done))
             except BaseException:
-                if not any(queued.copy == command.copy for queued in list(queue)):
-                    self._started.pop(command.copy, None)
+                if not any(queued.copy == copy for queued in list(queue)):
+                    self._started.pop(copy, None)
                 # Part of it may be on its way, into memory that is given back now.
                 streams.synchronize(streams.record(stream))
                 raise
-        self.forget(command.after)
+        self.forget(after)
+
+    def _add_queue(self, stream: int) -> deque[Completion]:
+        new: deque[Completion] = deque()
+        queue = self._queues.setdefault(stream, new)
+        if queue is new:  # of two threads, one
+            self._all_queues.append(new)
+        return queue
 
     def _issue(self, command: _core.Command, storages: Mapping[int, Storage], device: int) -> None:
         streams = self._streams
@@ -159,7 +180,7 @@ class StreamCopies:
         if tier == _STAGING:
             assert staging is not None
             return staging[offset : offset + nbytes]
-        return self._pool.slab(base)[offset : offset + nbytes]
+        return self._pool.slice(base, offset, nbytes)
 
     def started(self, copy: int) -> bool:
         """Whether the copy is on its way: queued, and not taken by ``pop``."""
@@ -197,34 +218,32 @@ class StreamCopies:
     @property
     def ready(self) -> bool:
         """Whether ``pop`` has something to give out. Asks one event of each stream."""
-        for queue in list(self._queues.values()):
-            if queue and self._is_done(queue[0]):
-                return True
-        return False
+        return any(queue and self._is_first_done(queue) for queue in self._all_queues)
 
-    def _is_done(self, queued: _Queued) -> bool:
+    def _is_first_done(self, queue: deque[Completion]) -> bool:
         try:
-            return self._streams.done(queued.event)
+            return self._streams.done(queue[0].event)
+        except IndexError:
+            return False  # another thread took it
         except Exception:
             return True  # it will not get on
 
     def pop(self) -> Completion | None:
-        for queue in list(self._queues.values()):
-            if not queue or not self._is_done(queue[0]):
+        for queue in self._all_queues:
+            if not queue or not self._is_first_done(queue):
                 continue
             try:
                 queued = queue.popleft()  # another thread may have taken the one just looked at
             except IndexError:
                 continue
-            error: BaseException | None = None
             try:
                 self._streams.synchronize(queued.event)
             except Exception as failure:
-                error = DeviceError(f"[copy] {failure}")
+                self._started.pop(queued.copy, None)
+                return queued._replace(error=DeviceError(f"[copy] {failure}"))
             self._started.pop(queued.copy, None)
-            if error is None:
-                self._streams.recycle(queued.event)
-            return Completion(queued.copy, queued.hop, queued.storages, error)
+            self._streams.recycle(queued.event)
+            return queued
         return None
 
     def all_running(self) -> list[int]:

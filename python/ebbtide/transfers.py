@@ -42,6 +42,10 @@ class Transfers:
     def __init__(self, framework: Framework, options: Resolved) -> None:
         self._framework = framework
         self._streams = framework.streams
+        # By device, the stream that this thread issues work on; 0 for memory whose work is synchronous.
+        self.current_stream: Callable[[int], int] = (
+            _no_stream if self._streams is None else self._streams.current
+        )
         self.on_disk = options.tier == "disk"
         self._file: _core.SpillFile | None = None
         if options.directory is not None and self.on_disk:
@@ -78,7 +82,9 @@ class Transfers:
         self._executor = process.executor()
         self.tickets = _core.Tickets(self.engine, _calling(weakref.ref(self)))
         self.copies = _core.Copies()
-        self._unreported: set[int] = set()  # copies that the engine was not told about yet
+        self._threads_copy = self._streams is None or self._file is not None
+        # Copies that the engine was not told about yet, of memory whose work is synchronous.
+        self._unreported: set[int] = set()
         self._fetch_errors: dict[int, BaseException] = {}
         self.interrupted = False
         self._copy_error = ""
@@ -126,7 +132,7 @@ class Transfers:
 
     def run_dropped(self) -> None:
         """Runs what the ends of tickets left to do."""
-        if not process.usable():
+        if process.unusable or sys.is_finalizing():
             return
         try:
             while (command := self.tickets.pop_dropped()) is not None:
@@ -154,8 +160,9 @@ class Transfers:
 
     def settle(self) -> None:
         """Reports every copy that is done; leases leave here."""
-        while (completion := self.copies.pop()) is not None:
-            self._complete(Completion(*completion))
+        if self._threads_copy and self.copies.ready:
+            while (fields := self.copies.pop()) is not None:
+                self._complete(Completion(*fields))
         if self._stream_copies is None:
             return
         while (completion := self._stream_copies.pop()) is not None:
@@ -172,11 +179,10 @@ class Transfers:
 
     def intact(self, entry: StorageEntry) -> bool:
         version = self._framework.version
-        return all(version(witness) == saved for witness, saved in entry.witnesses)
-
-    def current_stream(self, device: int) -> int:
-        """The stream that this thread issues work on; 0 for memory whose work is synchronous."""
-        return 0 if self._streams is None else self._streams.current(device)
+        for witness, saved in entry.witnesses:
+            if version(witness) != saved:
+                return False
+        return True
 
     def allocate(
         self, entry: StorageEntry, load: int, nbytes: int, residue: int, stream: int
@@ -209,17 +215,16 @@ class Transfers:
                 if load in self._unreported:
                     self._require_answer(load)
         self._raise_load_error(entry, load)
-        return load in entry.loads_started
+        return load == entry.load_started
 
     def wait_for_other(self, entry: StorageEntry, verdict: _core.RestoreVerdict) -> None:
         """Blocks until the load that another thread has begun gets on. Raises what made it fail."""
         while verdict.allocating and not self.engine.wait_allocated(entry.storage_id, _POLL_MS):
             self._require_answer(0)
         self._wait_until_started(entry, verdict.load)
-        if self._stream_copies is None:
-            self.wait(verdict.load)
-        else:
-            yield_to_others()
+        self.wait(verdict.load)
+        if self.engine.running(verdict.load):
+            yield_to_others()  # it is about to be started
 
     def _wait_until_started(self, entry: StorageEntry, load: int) -> None:
         while blocker := self.engine.blocker(load):
@@ -293,19 +298,19 @@ class Transfers:
     def _inspect(self, entry: StorageEntry) -> tuple[int, bool, bool, bool, bool]:
         """Answers a probe: other holders, whether they can be told, whether the memory is the same, whether no in-place
         counter moved, whether all did."""
-        lease = entry.lease
-        if lease is None:
-            return _HELD
-        same = self._framework.unmoved(lease, entry.ref)
-        del lease  # the list of leases is its only holder here
-        version = self._framework.version
-        moved = [version(witness) != saved for witness, saved in entry.witnesses]
-        spoiled = bool(moved) and all(moved)
+        framework, leases = self._framework, entry.leases
+        # The list of leases is to be a lease's only holder here: it goes by no name.
         try:
-            holders = self._framework.holders(entry.leases)
+            same = framework.unmoved(leases[-1], entry.ref)
+            version, witnesses, moved = framework.version, entry.witnesses, 0
+            for witness, saved in witnesses:
+                if version(witness) != saved:
+                    moved += 1
+            holders = framework.holders(leases)
         except IndexError:
-            return _HELD  # released meanwhile
-        return holders or 0, holders is not None, same, not any(moved), spoiled
+            return _HELD  # released
+        spoiled = moved > 0 and moved == len(witnesses)
+        return holders or 0, holders is not None, same, moved == 0, spoiled
 
     def _gather(self, command: _core.Command) -> None:
         self.run(self.engine.gather())
@@ -317,43 +322,48 @@ class Transfers:
             entry.events.append(command.event)
 
     def _copy(self, command: _core.Command) -> None:
-        between_device_and_host = command.hop in (_OFFLOAD, _LOAD)
-        found = [self.entries.get(storage) for storage in command.storages]
-        entries = [entry for entry in found if entry is not None]
-        if between_device_and_host and len(entries) < len(found):  # saving it was cut short
-            self.run(self.engine.completed(command.copy, False, [_UNKNOWN] * len(found)))
-            return
-        self._unreported.add(command.copy)
+        copy, hop = command.copy, command.hop
+        between_device_and_host = hop == _OFFLOAD or hop == _LOAD
+        entries: list[StorageEntry] = []
+        if between_device_and_host:
+            ids = command.storages
+            for storage in ids:
+                if (entry := self.entries.get(storage)) is not None:
+                    entries.append(entry)
+            if len(entries) < len(ids):  # saving it was cut short
+                self.run(self.engine.completed(copy, False, [_UNKNOWN] * len(ids)))
+                return
+        if self._stream_copies is None:
+            self._unreported.add(copy)
         try:
             if between_device_and_host and self._stream_copies is not None:
-                self._stream_copies.submit(command, *self._on_device(command, entries))
+                self._stream_copies.submit(
+                    command, self._on_device(copy, hop, entries), entries[0].ref.device
+                )
             else:
-                kept = self._on_device(command, entries)[0] if between_device_and_host else None
+                kept = self._on_device(copy, hop, entries) if between_device_and_host else None
                 self.copies.submit(self._executor, command, self._file, kept)
         except BaseException as error:
             # Interrupted after it was queued, it is reported as any other.
-            if not self._is_running(command.copy):
-                self._complete(Completion(command.copy, command.hop, command.storages, error))
-            if command.hop == _OFFLOAD or not isinstance(error, Exception):
+            if not self._is_running(copy):
+                self._complete(Completion(copy, hop, command.storages, error))
+            if hop == _OFFLOAD or not isinstance(error, Exception):
                 raise
         else:
-            if command.hop == _LOAD:
+            if hop == _LOAD:
                 for entry in entries:
-                    entry.loads_started = {command.copy}
+                    entry.load_started = copy
 
-    def _on_device(
-        self, command: _core.Command, entries: list[StorageEntry]
-    ) -> tuple[dict[int, Storage], int]:
-        """The storages that the copy reads or writes, by address; and their device."""
+    def _on_device(self, copy: int, hop: int, entries: list[StorageEntry]) -> dict[int, Storage]:
+        """The storages that the copy reads or writes, by address."""
         storages = {}
-        to_device, copy = command.hop == _LOAD, command.copy
         for entry in entries:
-            storage = entry.restored[copy] if to_device else entry.lease
+            storage = entry.restored[copy] if hop == _LOAD else entry.lease
             storages[self._framework.address(storage)] = storage
-        return storages, entries[0].ref.device
+        return storages
 
     def _complete(self, done: Completion) -> None:
-        number, hop, storages, error = done
+        number, hop, storages, error, _ = done
         answers = []
         try:
             if error is not None:
@@ -367,9 +377,11 @@ class Transfers:
             # Whoever waits for the copy sees it done from here on.
             self._unreported.discard(number)
             try:
-                self.run(commands)
+                if commands:
+                    self.run(commands)
             finally:
-                self._fetch_errors.pop(number, None)
+                if self._fetch_errors:
+                    self._fetch_errors.pop(number, None)
 
     def _note_error(self, done: Completion) -> None:
         assert done.error is not None
@@ -379,7 +391,8 @@ class Transfers:
             for storage in done.storages:
                 if (entry := self.entries.get(storage)) is not None:
                     entry.load_errors[done.copy] = _to_raise_later(done.error)
-                    entry.loads_started.discard(done.copy)
+                    if entry.load_started == done.copy:
+                        entry.load_started = 0
         else:
             self._fetch_errors[done.copy] = done.error
 
@@ -512,6 +525,10 @@ class Transfers:
             RuntimeWarning,
             stacklevel=_level_of_the_caller(),
         )
+
+
+def _no_stream(device: int) -> int:
+    return 0
 
 
 def _to_raise_later(error: BaseException) -> BaseException:

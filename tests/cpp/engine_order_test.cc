@@ -130,8 +130,9 @@ TEST(EngineOrder, MemoryOfALoadIsNotGivenToOthersBeforeWorkOfAStreamThatSavedItA
     driver.complete_all();
     driver.user_order(kMain, kSide);
     (void)driver.device.read(*restored, {0, kBytes}, kSide);
-    const Saved again = driver.pack(std::move(restored), bytes_view(0, kBytes), epoch, kSide);
+    const Saved again = driver.pack(restored, bytes_view(0, kBytes), epoch, kSide);
     EXPECT_EQ(again.outcome, SaveOutcome::kDuplicate);
+    restored.reset();
     (void)driver.filled(kBytes, 9);
     driver.drop(saved);
     driver.drop(again);

@@ -15,13 +15,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 try:
     import torch
 except ImportError:
-    collect_ignore_glob = ["behaviour/*", "models/*", "torch/*"]
+    collect_ignore_glob = ["behaviour/*", "benchmarks/*", "device/*", "models/*", "torch/*"]
+    _left_out = "torch is not installed"
 else:
-    collect_ignore_glob = []
+    # A process is for one device. What needs none is run with the CPU's.
+    collect_ignore_glob = ["test_*.py", "benchmarks/*"] if on_tide else ["device/*"]
+    _left_out = f"with EBBTIDE_TEST_BACKEND={'torch-tide' if on_tide else 'torch-cpu'}"
     torch.set_num_threads(1)
 
 
-def pytest_report_header() -> str | None:
-    if not collect_ignore_glob:
-        return None
-    return f"torch is not installed: {', '.join(collect_ignore_glob)} are left out"
+def pytest_report_header() -> str:
+    return f"{_left_out}, {', '.join(collect_ignore_glob)} are left out"

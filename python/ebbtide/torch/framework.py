@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -32,10 +33,11 @@ _APPLY_CODE = torch.autograd.Function.apply.__func__.__code__
 class WeakStorage:
     """Keeps a storage's identity from being issued again, without keeping its memory."""
 
-    __slots__ = ("_free", "pointer")
+    __slots__ = ("pointer",)
+
+    _free = staticmethod(torch.UntypedStorage._free_weak_ref)
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._free = torch.UntypedStorage._free_weak_ref
         self.pointer = storage._weak_ref()
 
     def __del__(self) -> None:
@@ -55,6 +57,8 @@ class TorchFramework:
         self._is_cpu = device_type == "cpu"
         self.streams: Streams | None = None if self._is_cpu else _streams(device_type)
         self._capturing = _capture_query(device_type)
+        self._devices: set[torch.device] = set()  # of this type, seen so far
+        self._where: dict[int, torch.device] = {}  # by index
         self._dtype_kinds: dict[torch.dtype, int] = {}
         self._empty: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
@@ -73,19 +77,26 @@ class TorchFramework:
         if self._is_cpu:
             if not tensor.is_cpu:
                 return KeepReason.DEVICE
-        elif tensor.device.type != self.device_type:
+        elif tensor.device not in self._devices and not self._is_own(tensor.device):
             return KeepReason.DEVICE
         elif self._capturing is not None and self._capturing():
             return KeepReason.CAPTURE
-        elif not _is_of_allocator(tensor.untyped_storage()):
+        storage = tensor.untyped_storage()
+        if not self._is_cpu and not _is_of_allocator(storage):
             return KeepReason.UNSUPPORTED
-        if weights.holds(tensor.untyped_storage()):
+        if weights.holds(storage):
             return KeepReason.PARAMETER
         if tensor.dtype in _CAST_DTYPES and is_weight_cast(tensor if base is None else base):
             return KeepReason.PARAMETER_CAST
         if tensor.numel() == 0:
             return KeepReason.SMALL
         return None
+
+    def _is_own(self, device: torch.device) -> bool:
+        if device.type != self.device_type:
+            return False
+        self._devices.add(device)
+        return True
 
     def nbytes(self, tensor: torch.Tensor) -> int:
         try:
@@ -109,7 +120,7 @@ class TorchFramework:
         )
 
     def is_region_input(self) -> bool:
-        frame = sys._getframe(3).f_back
+        frame = sys._getframe(2).f_back
         if frame is not None and frame.f_code is _APPLY_CODE:
             frame = frame.f_back
         if frame is None or frame.f_globals.get("__name__") != "torch.utils.checkpoint":
@@ -118,8 +129,8 @@ class TorchFramework:
 
     # --- storages
 
-    def storage(self, tensor: torch.Tensor) -> torch.UntypedStorage:
-        return tensor.untyped_storage()
+    # Where one call of torch is all there is, its C function itself stands for the method: twice as fast.
+    storage = staticmethod(torch.Tensor.untyped_storage)
 
     def storage_bytes(self, tensor: torch.Tensor) -> int:
         return tensor.untyped_storage().nbytes()
@@ -128,8 +139,7 @@ class TorchFramework:
         device = 0 if self._is_cpu else storage.device.index
         return StorageRef(device, storage._cdata, storage.data_ptr(), storage.nbytes())
 
-    def address(self, storage: torch.UntypedStorage) -> int:
-        return storage.data_ptr()
+    address = staticmethod(torch.UntypedStorage.data_ptr)
 
     def unmoved(self, storage: torch.UntypedStorage, ref: StorageRef) -> bool:
         return storage.data_ptr() == ref.address and storage.nbytes() == ref.nbytes
@@ -145,18 +155,15 @@ class TorchFramework:
             return None
         # Tensors hold the storage itself; users may also hold the same Python object as the session. Python's own calls
         # hold their arguments once or twice (a compiler's or a debugger's frame evaluation), so none is in between.
-        return (
-            _use_count(held[-1]._cdata)
-            - 1
-            + max(0, sys.getrefcount(held[-1]) - _REFERENCES_OF_A_LIST)
-        )
+        others: int = _use_count(held[-1]._cdata) - 1
+        of_object = sys.getrefcount(held[-1]) - _REFERENCES_OF_A_LIST
+        return others + of_object if of_object > 0 else others
 
     def allocate(self, nbytes: int, residue: int, device: int) -> torch.UntypedStorage:
-        where = (
-            torch.device(self.device_type)
-            if self._is_cpu
-            else torch.device(self.device_type, device)
-        )
+        where = self._where.get(device)
+        if where is None:
+            where = torch.device(self.device_type, None if self._is_cpu else device)
+            self._where[device] = where
         try:
             storage = torch.UntypedStorage(nbytes, device=where)
             shift = (residue - storage.data_ptr()) % _ALIGNMENT_BYTES
@@ -175,11 +182,14 @@ class TorchFramework:
 
     # --- in-place counters
 
-    def version(self, tensor: torch.Tensor) -> int:
-        return tensor._version
+    version = staticmethod(attrgetter("_version"))
 
     def witness(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._emptied(tensor, self._empty_like(tensor))
+        if tensor.is_conj() or tensor.is_neg():
+            return self._emptied(tensor, self._empty_like(tensor))
+        alias = tensor.detach()
+        alias.data = self._empty_of(tensor.dtype, tensor.device)
+        return alias
 
     def _emptied(self, tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
         """``data`` on the in-place counter of ``tensor``."""
@@ -193,20 +203,22 @@ class TorchFramework:
         return alias
 
     def _empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        key = (tensor.dtype, tensor.device)
-        empty = self._empty.get(key)
-        if empty is None:
-            empty = self._empty.setdefault(
-                key, torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            )
+        empty = self._empty_of(tensor.dtype, tensor.device)
         return _with_bits(empty, tensor.is_conj(), tensor.is_neg())
+
+    def _empty_of(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        empty = self._empty.get((dtype, device))
+        if empty is None:
+            with torch.inference_mode(False):  # whose tensors could not be changed outside of it
+                empty = torch.empty(0, dtype=dtype, device=device)
+            self._empty[dtype, device] = empty
+        return empty
 
     def counter_owner(self, tensor: torch.Tensor) -> torch.Tensor:
         base = tensor._base
         return tensor if base is None else base
 
-    def replaceable(self, tensor: torch.Tensor) -> bool:
-        return tensor.is_leaf
+    replaceable = staticmethod(attrgetter("is_leaf"))
 
     def keep(self, tensor: torch.Tensor, reason: KeepReason) -> torch.Tensor:
         owned = tensor.is_leaf and tensor.requires_grad
@@ -237,10 +249,15 @@ class TorchFramework:
             # Its tensors have no in-place counter to share.
             with torch.inference_mode(False):
                 return self.make_view(storage, view, witness)
-        data = torch.empty(0, dtype=view.dtype, device=storage.device)
-        data.set_(storage, view.storage_offset, view.sizes, view.strides)
-        bits = view.kind % _MAX_VIEW_KINDS
-        return self._emptied(witness, _with_bits(data, bool(bits & 1), bool(bits & 2)))
+        offset, _, kind, sizes, strides, dtype = view
+        data = self._empty_of(dtype, storage.device).detach()  # cheaper than a new tensor
+        data.set_(storage, offset, sizes, strides)
+        bits = kind % _MAX_VIEW_KINDS
+        if bits or witness.is_conj() or witness.is_neg():
+            return self._emptied(witness, _with_bits(data, bool(bits & 1), bool(bits & 2)))
+        alias = witness.detach()
+        alias.data = data
+        return alias
 
     def current_pass(self) -> int:
         return 0 if _graph_task_id is None else _graph_task_id() + 1

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+# Without the checks of its public name, which accepts devices of any kind.
+_current_stream = getattr(torch._C, "_accelerator_getStream", torch.accelerator.current_stream)
+
 
 class TorchStreams:
     """See :class:`ebbtide.framework.Streams`. One object per device type and process; thread safe."""
@@ -17,9 +20,12 @@ class TorchStreams:
         self._streams: list[torch.Stream | None] = [None]
         self._copy_streams: dict[tuple[int, bool], int] = {}
         self._free_events: dict[int, list[torch.Event]] = {}  # by device index
+        self._empty: dict[torch.device, torch.Tensor] = {}
 
     def current(self, device: int) -> int:
-        return self._number(torch.accelerator.current_stream(device))
+        stream = _current_stream(device)
+        number = self._numbers.get((device, stream.stream_id))
+        return self._number(stream) if number is None else number
 
     def _number(self, stream: torch.Stream) -> int:
         key = stream.device_index, stream.stream_id
@@ -46,27 +52,31 @@ class TorchStreams:
         return self._stream(stream)
 
     def record(self, stream: int) -> torch.Event:
-        on = self._stream(stream)
+        on: Any = self._streams[stream]
         free = self._free_events.get(on.device_index)
         event = free.pop() if free else torch.Event(device=on.device)
         event.record(on)
         return event
 
     def wait(self, stream: int, event: torch.Event) -> None:
-        self._stream(stream).wait_event(event)
+        on: Any = self._streams[stream]
+        on.wait_event(event)
 
-    def done(self, event: torch.Event) -> bool:
-        return event.query()
-
-    def synchronize(self, event: torch.Event) -> None:
-        event.synchronize()
+    # C functions themselves: each is all that the method would call.
+    done = staticmethod(torch.Event.query)
+    synchronize = staticmethod(torch.Event.synchronize)
 
     def recycle(self, event: torch.Event) -> None:
         self._free_events.setdefault(event.device.index, []).append(event)
 
     def bytes_of(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
-        return flat.set_(storage, 0, (storage.nbytes(),), (1,))
+        device = storage.device
+        empty = self._empty.get(device)
+        if empty is None:
+            with torch.inference_mode(False):  # whose tensors could not be changed outside of it
+                empty = torch.empty(0, dtype=torch.uint8, device=device)
+            self._empty[device] = empty
+        return empty.detach().set_(storage)  # cheaper than a new tensor
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         dst.copy_(src, non_blocking=True)

@@ -47,7 +47,7 @@ def host_copies_seen(control: Any) -> contextlib.AbstractContextManager[None]:
             for src, dst, nbytes in command.spans(True):
                 tier, base, offset = src if command.hop == SPILL else dst
                 assert tier == int(Tier.HOST)
-                touched = transfers._pinned.slab(base)[offset : offset + nbytes]
+                touched = transfers._pinned.slice(base, offset, nbytes)
                 (control.host_reads if command.hop == SPILL else control.host_writes)(touched)
         original(transfers, command)
 

@@ -293,12 +293,12 @@ def test_garbage_collection_anywhere(place: str, monkeypatch: pytest.MonkeyPatch
     model, x = make_model(), make_input(rows=4)
     expected = step(model, x)
     tide = offload(model)
-    original: Any = getattr(TorchFramework, place)
+    original: Any = TorchFramework.__dict__[place]
     calls: list[int] = []
 
     def collecting(self: TorchFramework, *arguments: Any) -> Any:
         calls.append(gc.collect(0))
-        return original(self, *arguments)
+        return original.__get__(self)(*arguments)
 
     monkeypatch.setattr(TorchFramework, place, collecting)
     for _ in range(2):

@@ -21,6 +21,7 @@ def test_a_storage_saved_in_two_forwards_is_let_go_when_only_ebbtide_holds_it() 
     del features
     with tide:
         pass  # looks at what is parked
+    tide.synchronize()
     assert tide.stats().d2h_bytes == 2 * 64 * 4, "one copy for each forward"
     assert tide.stats().device_bytes == 0
     for loss in losses:
