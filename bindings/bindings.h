@@ -20,6 +20,9 @@ void bind_lifetime(nanobind::module_& m);
 // False once destructors must do nothing: in a forked child, and when the interpreter shuts down.
 bool usable();
 
+// For destructors: what the callback raises is printed, but for KeyboardInterrupt, which comes again later.
+void call_in_destructor(PyObject* callback);
+
 // The exception as an object of ebbtide.errors (others: RuntimeError); None for a null pointer.
 nanobind::object to_python(const std::exception_ptr& error);
 

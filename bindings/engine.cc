@@ -1,7 +1,7 @@
 #include "ebbtide/engine.h"
 
-#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -67,18 +67,7 @@ class TicketHold {
     if (!usable()) return;
     for (Command& command : dropped_->engine.drop(ticket_)) dropped_->commands.push_back(std::move(command));
     if (dropped_->commands.empty()) return;
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);  // a destructor may run while an exception is on its way
-    PyObject* done = PyObject_CallNoArgs(dropped_->on_drop.ptr());
-    if (done != nullptr) {
-      Py_DECREF(done);
-    } else if (PyErr_ExceptionMatches(PyExc_KeyboardInterrupt) != 0) {
-      PyErr_Clear();
-      PyErr_SetInterrupt();  // not lost: it comes again outside of the destructor
-    } else {
-      PyErr_WriteUnraisable(dropped_->on_drop.ptr());
-    }
-    PyErr_Restore(type, value, traceback);
+    call_in_destructor(dropped_->on_drop.ptr());
   }
 
  private:
@@ -94,8 +83,8 @@ struct Tickets {
   // tensor, so a tuple.
   nb::object save(std::int64_t device, std::uint64_t identity, std::uint64_t address, std::uint64_t nbytes,
                   std::int64_t storage_offset, std::int64_t itemsize, std::int64_t kind, Integers sizes,
-                  Integers strides, std::uint64_t version, std::uint64_t epoch, std::size_t label,
-                  std::uint64_t stream, bool forced, bool spoiled) {
+                  Integers strides, std::uint64_t version, std::uint64_t epoch, std::size_t label, std::uint64_t stream,
+                  bool forced, bool spoiled) {
     SaveVerdict verdict =
         dropped->engine.save({.storage = {DeviceId{device}, identity, address, nbytes},
                               .view = {storage_offset, itemsize, kind, std::move(sizes), std::move(strides)},
@@ -182,7 +171,8 @@ void bind_engine(nb::module_& m) {
              bool spoiled) {
             return engine.probed(StorageId{storage}, {holders, counted, same, intact, spoiled});
           },
-          nb::arg("storage"), nb::arg("holders"), nb::arg("counted"), nb::arg("same"), nb::arg("intact"), nb::arg("spoiled"))
+          nb::arg("storage"), nb::arg("holders"), nb::arg("counted"), nb::arg("same"), nb::arg("intact"),
+          nb::arg("spoiled"))
       .def(
           "completed",
           [](Engine& engine, std::uint64_t copy, bool ok, const std::vector<Answer>& answers) {
@@ -200,8 +190,8 @@ void bind_engine(nb::module_& m) {
             return engine.allocated(StorageId{storage}, CopyId{load}, {DeviceId{device}, identity, address, nbytes},
                                     StreamRef{stream});
           },
-          nb::arg("storage"), nb::arg("load"), nb::arg("device"), nb::arg("identity"), nb::arg("address"), nb::arg("nbytes"),
-          nb::arg("stream"))
+          nb::arg("storage"), nb::arg("load"), nb::arg("device"), nb::arg("identity"), nb::arg("address"),
+          nb::arg("nbytes"), nb::arg("stream"))
       .def(
           "allocation_failed",
           [](Engine& engine, std::uint64_t storage, std::uint64_t load) {
@@ -241,7 +231,8 @@ void bind_engine(nb::module_& m) {
           nb::arg("engine"), nb::arg("on_drop"), nb::sig("def __init__(self, engine: Engine, on_drop: object) -> None"))
       .def("save", &Tickets::save, nb::arg("device"), nb::arg("identity"), nb::arg("address"), nb::arg("nbytes"),
            nb::arg("storage_offset"), nb::arg("itemsize"), nb::arg("kind"), nb::arg("sizes"), nb::arg("strides"),
-           nb::arg("version"), nb::arg("epoch"), nb::arg("label"), nb::arg("stream"), nb::arg("forced"), nb::arg("spoiled"),
+           nb::arg("version"), nb::arg("epoch"), nb::arg("label"), nb::arg("stream"), nb::arg("forced"),
+           nb::arg("spoiled"),
            nb::sig("def save(self, device: int, identity: int, address: int, nbytes: int, storage_offset: int, "
                    "itemsize: int, kind: int, sizes: tuple[int, ...], strides: tuple[int, ...], version: int, "
                    "epoch: int, label: int, stream: int, forced: bool, spoiled: bool) "

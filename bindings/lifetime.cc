@@ -1,4 +1,5 @@
 #include <atomic>
+#include <utility>
 
 #include "bindings.h"
 
@@ -10,13 +11,54 @@ namespace {
 
 std::atomic<bool> is_usable{true};
 
+// Calls back once: when it is called, or in its destructor. That is C++, so an exception out of a signal handler that
+// comes meanwhile is not lost in it.
+class AtEnd {
+ public:
+  explicit AtEnd(nb::object callback) : callback_(std::move(callback)) {}
+  AtEnd(const AtEnd&) = delete;
+  AtEnd& operator=(const AtEnd&) = delete;
+  ~AtEnd() {
+    if (!callback_.is_valid() || !usable()) {
+      static_cast<void>(callback_.release());
+      return;
+    }
+    call_in_destructor(callback_.ptr());
+  }
+
+  void call() {
+    if (!callback_.is_valid()) return;
+    const nb::object callback = std::move(callback_);
+    callback();
+  }
+
+ private:
+  nb::object callback_;
+};
+
 }  // namespace
+
+void call_in_destructor(PyObject* callback) {
+  PyObject *type, *value, *traceback;
+  PyErr_Fetch(&type, &value, &traceback);  // a destructor may run while an exception is on its way
+  PyObject* done = PyObject_CallNoArgs(callback);
+  if (done != nullptr) {
+    Py_DECREF(done);
+  } else if (PyErr_ExceptionMatches(PyExc_KeyboardInterrupt) != 0) {
+    PyErr_Clear();
+    PyErr_SetInterrupt();  // not lost: it comes again outside of the destructor
+  } else {
+    PyErr_WriteUnraisable(callback);
+  }
+  PyErr_Restore(type, value, traceback);
+}
 
 bool usable() { return is_usable.load(); }
 
 void bind_lifetime(nb::module_& m) {
   // Objects that a forked child may not even destroy are leaked on purpose.
   nb::set_leak_warnings(false);
+  nb::class_<AtEnd>(m, "AtEnd").def(nb::init<nb::object>(), nb::arg("callback")).def("__call__", &AtEnd::call);
   m.def("stop_destructors", [] { is_usable.store(false); });
   m.def(
       "keep_forever", [](nb::handle object) { object.inc_ref(); }, nb::arg("object").none());

@@ -19,7 +19,17 @@ from pathlib import Path
 GROUPS = (
     ("types", "error", "config"),
     ("byte_ranges", "view_meta", "checksum", "extent_allocator"),
-    ("storage_ref", "block_space", "plan", "parcel", "load", "command", "stats", "window", "registry"),
+    (
+        "storage_ref",
+        "block_space",
+        "plan",
+        "parcel",
+        "load",
+        "command",
+        "stats",
+        "window",
+        "registry",
+    ),
     ("host_pool", "spill_file", "malloc_threshold"),
     ("engine", "journal"),
     ("host_executor",),

@@ -151,7 +151,7 @@ class EngineSchedule(Schedule):
             super().save(ticket)
             return
         view = trace.views[view_index]
-        verdict, hold = self._tickets.save(
+        hold, _, ticket_id, storage_id, _, lease, commands = self._tickets.save(
             _DEVICE,
             storage + 1,
             (storage + 1) * _ADDRESSES,
@@ -171,12 +171,12 @@ class EngineSchedule(Schedule):
         if hold is None:
             super().save(ticket)
             return
-        item = self._items.setdefault(verdict.storage, _Item(block))
-        if verdict.lease:
+        item = self._items.setdefault(storage_id, _Item(block))
+        if lease:
             item.leases.append(block)
             block.holders += 1
-        self._saved[ticket] = (verdict.ticket, verdict.storage, hold)
-        self._run(verdict.commands)
+        self._saved[ticket] = (ticket_id, storage_id, hold)
+        self._run(commands)
 
     def unpack(self, ticket: int) -> None:
         machine = self.machine

@@ -264,7 +264,7 @@ class Engine {
   bool growing_ = false;
   bool growth_refused_ = false;  // until the next epoch
   bool room_changed_ = false;
-  bool backing_failed_ = false;
+  bool backing_failed_ = false;  // until the next epoch
   std::uint64_t spilling_bytes_ = 0;
   // Leased entries by the identity of their storage: one storage may be saved in several epochs.
   std::unordered_map<std::uint64_t, std::uint64_t> leases_;

@@ -77,15 +77,14 @@ struct Entry {
 
   Restored restored = Restored::kNone;
   StorageRef restored_ref;
-  StreamRef restored_stream{};     // that it was allocated on
-  std::vector<StreamRef> ordered;  // streams on which work was told to come after the load
-  StreamRef asked_on{};            // a stream to tell so when the copy is started
-  ByteRanges restored_valid;       // bytes that it has, or will have after the load
-  CopyId load{};                   // the copy that fills or filled restored_ref
-  EpochId restored_epoch{};        // the last one begun when it was allocated
-  bool restored_held = false;      // the session keeps restored_ref alive
-  bool unwanted = false;           // memory is short: let go of it as soon as it is loaded
-  std::uint64_t guess_bytes = 0;   // > 0: loaded on a guess, nobody has asked yet
+  StreamRef restored_stream{};    // that it was allocated on
+  StreamRef asked_on{};           // a stream to tell so when the copy is started
+  ByteRanges restored_valid;      // bytes that it has, or will have after the load
+  CopyId load{};                  // the copy that fills or filled restored_ref
+  EpochId restored_epoch{};       // the last one begun when it was allocated
+  bool restored_held = false;     // the session keeps restored_ref alive
+  bool unwanted = false;          // memory is short: let go of it as soon as it is loaded
+  std::uint64_t guess_bytes = 0;  // > 0: loaded on a guess, nobody has asked yet
 
   PassId pass{};               // the pass that `unserved` counts for
   std::uint64_t unserved = 0;  // live tickets not served in it

@@ -9,7 +9,7 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -147,6 +147,8 @@ class OffloadConfig:
         for name in names:
             given[name] = options.get(name)
             variable = environment_name(name)
+            if any(options.get(other) is not None for other in _opposites(name)):
+                continue  # an argument counts more than the environment, also than its opposite there
             if given[name] is None and variable and (text := os.environ.get(variable, "").strip()):
                 given[name], places[name] = text, variable
         return cls(**_checked(given, places))
@@ -362,6 +364,13 @@ _CHECKS: Mapping[str, Callable[[object, str], object]] = {
 
 # Two ways to say one thing.
 _EXCLUSIVE = (("keep_last_bytes", "keep_last_groups"), ("prefetch_bytes", "prefetch_groups"))
+
+
+def _opposites(name: str) -> Iterator[str]:
+    for pair in _EXCLUSIVE:
+        if name in pair:
+            yield from (other for other in pair if other != name)
+
 
 _NOT_AVAILABLE = ("max_device_memory", "max_slowdown")
 

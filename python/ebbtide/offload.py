@@ -16,6 +16,7 @@ from ebbtide.framework import Framework, Tensor, Weights
 from ebbtide.report import GroupTotals, Stats, metrics, render_report
 from ebbtide.saved import Kept, Ticket
 from ebbtide.session import Session
+from ebbtide.sizes import SHOWN
 
 
 class Scope:
@@ -37,11 +38,15 @@ class Scope:
             return self._session.keep(tensor)
         return self._session.pack(tensor, self._epoch, self._weights, self._labels[-1])
 
-    def begin_group(self, name: str) -> None:
+    def begin_group(self, name: str) -> int:
+        """Returns what `end_group` takes."""
+        depth = len(self._labels)
         self._labels.append(self._session.begin_group(self._epoch, name))
+        return depth
 
-    def end_group(self) -> None:
-        if len(self._labels) > 1:
+    def end_group(self, depth: int) -> None:
+        """Ends the group, and those inside it that were left by an exception and never ended."""
+        while len(self._labels) > depth:
             self._labels.pop()
             self._session.end_group()
 
@@ -60,10 +65,10 @@ class _NoScope:
     def exit(self) -> None:
         pass
 
-    def begin_group(self, name: str) -> None:
-        pass
+    def begin_group(self, name: str) -> int:
+        return 0
 
-    def end_group(self) -> None:
+    def end_group(self, depth: int) -> None:
         pass
 
 
@@ -87,15 +92,21 @@ class _Blocks:
     def enter(self) -> None:
         with self._lock:
             if self._entered == 0:
+                self._stop_watching()
                 self._stop = self._watch()
             self._entered += 1
 
     def exit(self) -> None:
         with self._lock:
             self._entered -= 1
-            if self._entered == 0 and self._stop is not None:
-                stop, self._stop = self._stop, None
-                stop()
+            if self._entered == 0:
+                self._stop_watching()
+
+    def _stop_watching(self) -> None:
+        if self._stop is not None:
+            self._stop()
+            # Only now: cut short by a signal handler's exception, it is done again at the next entry.
+            self._stop = None
 
 
 _GROUP_FIELDS = (
@@ -111,6 +122,7 @@ _GROUP_FIELDS = (
 class _Entered(threading.local):
     def __init__(self) -> None:
         self.scopes: list[Scope | _NoScope] = []
+        self.block = 0  # what ends the block that is running
 
 
 class Offload:
@@ -193,26 +205,31 @@ class Offload:
         Inside the context, on the thread that entered it. Groups of a name may run many times (once per forward) and
         lie within each other; the innermost counts. Repeated blocks of ``model`` are groups by themselves.
 
-        Raises UsageError outside of the context.
+        Raises UsageError outside of the context, and for a name that is empty or has control characters.
         """
+        if not isinstance(name, str) or not name.strip() or not name.isprintable():
+            raise UsageError(
+                f"[offload.group] {SHOWN.repr(name)} is no name: give a text such as 'encoder'"
+            )
         if not self._entered.scopes:
             raise UsageError(
-                f"[offload.group] {name!r} outside of the context: write 'with offload(model) as tide:' around it"
+                f"[offload.group] {name!r} outside of the context, or on a thread that has not entered it: write "
+                "'with offload(model) as tide:' around it there"
             )
         scope = self._entered.scopes[-1]
-        scope.begin_group(str(name))
+        depth = scope.begin_group(name)
         try:
             yield
         finally:
-            scope.end_group()
+            scope.end_group(depth)
 
     def _begin_block(self, name: str) -> None:
         if self._entered.scopes:
-            self._entered.scopes[-1].begin_group(name)
+            self._entered.block = self._entered.scopes[-1].begin_group(name)
 
     def _end_block(self, name: str) -> None:
         if self._entered.scopes:
-            self._entered.scopes[-1].end_group()
+            self._entered.scopes[-1].end_group(self._entered.block)
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         raise UsageError(

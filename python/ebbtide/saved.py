@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
-from ebbtide import process
 from ebbtide._core import TicketHold
 from ebbtide.framework import Storage, StorageRef, Tensor, ViewMeta, Weak, Witness
-
-
-class Owner(Protocol):
-    """Whom passes tell of their end."""
-
-    def end_pass(self, pass_id: int) -> None: ...
-
 
 # What pack returns for a tensor that stays on the device: the tensor and its in-place counter at the save. A plain
 # tuple, because there is one for every small tensor and weight.
@@ -78,7 +70,7 @@ class Ticket:
 
     def __init__(
         self,
-        session: Owner,
+        session: object,
         ticket: int,
         hold: TicketHold,
         entry: StorageEntry,
@@ -95,21 +87,3 @@ class Ticket:
         self.view = view
         self.witness = witness
         self.version = version
-
-
-class PassEnd:
-    """Ends a pass when called, or when the backward that holds it dies of an exception."""
-
-    __slots__ = ("_pass_id", "_session")
-
-    def __init__(self, session: Owner, pass_id: int) -> None:
-        self._session: Owner | None = session
-        self._pass_id = pass_id
-
-    def __call__(self) -> None:
-        session, self._session = self._session, None
-        if session is not None and process.usable():
-            session.end_pass(self._pass_id)
-
-    def __del__(self) -> None:
-        self()

@@ -20,7 +20,7 @@ from ebbtide.config import Resolved
 from ebbtide.errors import DeviceError, InplaceModificationError
 from ebbtide.framework import Framework, Storage, Tensor, Weights, Witness
 from ebbtide.policy import wants_offload
-from ebbtide.saved import Kept, PassEnd, StorageEntry, Ticket
+from ebbtide.saved import Kept, StorageEntry, Ticket
 from ebbtide.sizes import format_bytes
 from ebbtide.transfers import Transfers
 
@@ -317,12 +317,14 @@ class Session:
         if pass_id and pass_id not in self._passes:
             self._recover_when_alone()
             self._passes.add(pass_id)
-            self._framework.end_of_pass(PassEnd(self, pass_id))
+            self._framework.end_of_pass(_core.AtEnd(functools.partial(self.end_pass, pass_id)))
         return pass_id
 
     @_noting_interrupts
     def end_pass(self, pass_id: int) -> None:
-        """The backward is over: nothing is kept for it any more."""
+        """The backward is over, also by an exception: nothing is kept for it any more."""
+        if not process.usable():
+            return
         self._passes.discard(pass_id)
         try:
             self.transfers.settle()

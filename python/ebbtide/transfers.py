@@ -510,14 +510,19 @@ class Transfers:
             return  # a thread that outlives the interpreter's main one
         entry = self.entries.get(command.storage)
         nbytes = entry.ref.nbytes if entry is not None else 0
-        tier = "disk" if self.on_disk else "host"
+        tier: str = self.first_tier
         if self._copy_error:
-            cause, remedy = self._copy_error, "choose another tier with to="
+            cause, remedy = self._copy_error, "once that is mended it is tried again"
         else:
-            on_file = self.space is self._file
-            limit = format_bytes(self._max_disk_bytes if on_file else self._max_host_bytes)
-            cause = f"{format_bytes(self.space.reserved_bytes)} reserved of {limit} allowed"
-            option = "max_disk_bytes" if on_file else "max_host_bytes"
+            stats = self.engine.stats()
+            option = f"max_{tier}_bytes"
+            limits = {"host": self._max_host_bytes, "disk": self._max_disk_bytes}
+            cause = f"{format_bytes(stats.tier_bytes)} used of {format_bytes(limits[tier])} allowed"
+            if self.on_disk and tier == "host":
+                # What goes to disk comes through host memory.
+                option, tier = "max_host_bytes or max_disk_bytes", "host and disk"
+                used, limit = format_bytes(stats.backing_bytes), format_bytes(limits["disk"])
+                cause += f" in host memory, {used} of {limit} on disk"
             remedy = f"raise {option}, or choose another tier with to="
         warnings.warn(
             f"[{tier} tier] no room for {format_bytes(nbytes)}: {cause}. What does not fit "

@@ -21,6 +21,7 @@ Engine::~Engine() {
 EpochId Engine::begin_epoch() {
   const std::lock_guard lock(mutex_);
   growth_refused_ = false;
+  backing_failed_ = false;
   return EpochId{++last_epoch_};
 }
 

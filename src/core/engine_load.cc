@@ -58,7 +58,6 @@ void Engine::add_to_load(Load& load, Entry& entry, bool guess, Commands& command
   no_longer_guess(entry);
   entry.restored = Restored::kAllocating;
   entry.load = load.copy;
-  entry.ordered.clear();
   entry.asked_on = {};
   // What is copied or saved from now on is not part of this load: no memory is asked for it.
   entry.restored_valid = entry.valid;

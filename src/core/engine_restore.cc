@@ -102,10 +102,13 @@ void Engine::begin_claims(Entry& entry, PassId pass) {
   entry.unserved = entry.live_tickets;
 }
 
+// Said to everyone who uses the storage: another thread may have been told the same and not have come to it.
 void Engine::order_after_load(Entry& entry, StreamRef stream, Commands& commands) {
-  if (value(stream) == 0 || std::ranges::find(entry.ordered, stream) != entry.ordered.end()) return;
-  entry.ordered.push_back(stream);
-  if (entry.restored == Restored::kLoading) {
+  if (value(stream) == 0) return;
+  const auto said = [&](const Command& command) {
+    return command.kind == CommandKind::kWait && command.copy == entry.load && command.stream == stream;
+  };
+  if (entry.restored == Restored::kLoading && std::ranges::none_of(commands, said)) {
     commands.push_back({.kind = CommandKind::kWait, .storage = entry.id, .copy = entry.load, .stream = stream});
   }
   if (stream == entry.restored_stream) return;

@@ -7,6 +7,8 @@
 namespace ebbtide {
 
 std::optional<Block> Engine::take_block(std::uint64_t nbytes) {
+  // What others have made the space reserve is no room of this engine's.
+  if (nbytes > config_.max_tier_bytes || stats_.tier_bytes > config_.max_tier_bytes - nbytes) return std::nullopt;
   std::optional<Block> block = space_->allocate(nbytes, config_.max_tier_bytes);
   if (block) {
     stats_.tier_bytes += nbytes;

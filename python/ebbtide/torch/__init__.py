@@ -11,7 +11,6 @@ from ebbtide.config import OffloadConfig
 from ebbtide.errors import UsageError
 from ebbtide.offload import Offload, Scope
 from ebbtide.policy import CheckpointPolicy
-from ebbtide.saved import PassEnd
 from ebbtide.session import Session
 from ebbtide.torch.compiler import leave_alone
 from ebbtide.torch.framework import TorchFramework
@@ -25,7 +24,7 @@ leave_alone(
     (
         Offload.__enter__,
         Offload.__exit__,
-        PassEnd.__call__,
+        Session.end_pass,
         Scope.pack,
         Session.unpack,
         Transfers.run_dropped,

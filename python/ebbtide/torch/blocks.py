@@ -80,8 +80,9 @@ def watch(
     handles: list[Any] = []
 
     def remove() -> None:
-        for handle in handles:
-            handle.remove()
+        while handles:  # as often as it takes, should a signal handler raise in between
+            handles[-1].remove()
+            handles.pop()
         finish()
 
     # No always_call: compiled code is guarded by the numbers of such hooks, so each installation would compile anew.

@@ -49,7 +49,13 @@ class TorchStreams:
         return number
 
     def on(self, stream: int) -> AbstractContextManager[Any]:
-        return self._stream(stream)
+        shared = self._stream(stream)
+        # A context keeps what to go back to in the object: no two threads may be inside the same one.
+        return torch.Stream(
+            stream_id=shared.stream_id,
+            device_index=shared.device_index,
+            device_type=shared.device_type,
+        )
 
     def record(self, stream: int) -> torch.Event:
         on: Any = self._streams[stream]

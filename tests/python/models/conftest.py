@@ -11,6 +11,11 @@ from support import BACKEND, assert_no_races, load_test_device
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
 
+# About CPU autocast, and about resident memory.
+collect_ignore = (
+    ["test_weight_casts.py", "test_resident_memory.py"] if BACKEND != "torch-cpu" else []
+)
+
 
 @pytest.fixture(autouse=True, scope="session")
 def device() -> None:
