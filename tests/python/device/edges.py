@@ -42,7 +42,7 @@ EDGES = [
     ),
     Edge(
         "2b",
-        "the same over `in_flight_bytes`",
+        "the same with `in_flight_bytes=0`",
         _ORDERED,
         "d2h_to_letting_go_in_order",
         partial(cut.no_record_stream, "copying"),
