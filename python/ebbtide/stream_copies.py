@@ -205,10 +205,18 @@ class StreamCopies:
         """Blocks until the copy is done; ``pop`` still gives it out."""
         if (started := self._started.get(copy)) is None:
             return
-        try:
-            self._streams.synchronize(started[0])
-        except Exception:
-            return  # `pop` says so
+        event, stream = started
+        # With all that stands before it: two threads may have queued in another order than they recorded in.
+        for queued in list(self._queues[stream]):
+            self._wait_for(queued.event)
+            if queued.copy == copy:
+                return
+        self._wait_for(event)
+
+    def _wait_for(self, event: Event) -> None:
+        # What fails here `pop` says.
+        with contextlib.suppress(Exception):
+            self._streams.synchronize(event)
 
     def drain(self) -> None:
         """Blocks until every copy is done."""
