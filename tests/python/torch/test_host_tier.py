@@ -57,7 +57,7 @@ def test_cap(cap: int | str) -> None:
             assert_at_rest(tide)
     assert len(warned) == 1
     text = str(warned[0].message)
-    shown = f"{16 if cap == 16 * KIB else 20}.0 KiB reserved of"
+    shown = f"KiB used of {16 if cap == 16 * KIB else 20}.0 KiB allowed"
     assert "[host tier]" in text and shown in text and "raise max_host_bytes" in text
     stats = tide.stats()
     assert stats.kept["host_full"] > 0
@@ -72,7 +72,7 @@ def test_cap_of_nothing() -> None:
     model, x = make_model(), make_input()
     expected = step(model, x)
     tide = offload(model, to="host", max_host_bytes=0)
-    with pytest.warns(RuntimeWarning, match=r"0 B reserved of 0 B allowed"):
+    with pytest.warns(RuntimeWarning, match=r"0 B used of 0 B allowed"):
         assert_same_bits(step(model, x, tide), expected)
     stats = tide.stats()
     assert (stats.d2h_bytes, stats.peak_host_bytes) == (0, 0)
