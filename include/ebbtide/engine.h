@@ -173,6 +173,7 @@ class Engine {
   // engine_offload.cc
   void look(Commands& commands);
   void look_at_parked(Commands& commands, std::size_t most, bool all);
+  void look_at_all(Commands& commands);
   [[nodiscard]] std::optional<StorageId> pop_window(Window& window);
   void probe(Entry& entry, Commands& commands);
   void leave_window(Entry& entry, Commands& commands);

@@ -30,9 +30,7 @@ Commands Engine::end_epoch(EpochId epoch) {
   registry_.close_epoch(epoch);
   groups_in_epoch_.erase(epoch);
   Commands commands;
-  look(commands);
-  look_at_parked(commands, due_.size(), true);
-  if (config_.pack_below_bytes > 0) commands.push_back({.kind = CommandKind::kGather});
+  look_at_all(commands);
   return commands;
 }
 
@@ -44,9 +42,7 @@ Commands Engine::begin_group(EpochId epoch, std::size_t label) {
   if (group_stats_.size() <= label) group_stats_.resize(label + 1);
   ++group_stats_[label].runs;
   Commands commands;
-  look(commands);
-  look_at_parked(commands, due_.size(), true);
-  if (config_.pack_below_bytes > 0) commands.push_back({.kind = CommandKind::kGather});
+  look_at_all(commands);
   return commands;
 }
 
@@ -54,9 +50,7 @@ Commands Engine::end_group() {
   const std::lock_guard lock(mutex_);
   if (running_groups_ > 0) --running_groups_;
   Commands commands;
-  look(commands);
-  look_at_parked(commands, due_.size(), true);
-  if (config_.pack_below_bytes > 0) commands.push_back({.kind = CommandKind::kGather});
+  look_at_all(commands);
   return commands;
 }
 

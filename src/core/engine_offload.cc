@@ -34,6 +34,13 @@ void Engine::look_at_parked(Commands& commands, std::size_t most, bool all) {
   }
 }
 
+// Where a group or an epoch begins or ends: what is free by now crosses together.
+void Engine::look_at_all(Commands& commands) {
+  look(commands);
+  look_at_parked(commands, due_.size(), true);
+  if (config_.pack_below_bytes > 0) commands.push_back({.kind = CommandKind::kGather});
+}
+
 std::optional<StorageId> Engine::pop_window(Window& window) {
   if (!config_.keep_last_groups || last_group_ == 0) return window.pop_over(config_.keep_last_bytes);
   // A group that runs is not copied before it has ended: its storages are in use, and cross together.
