@@ -17,32 +17,13 @@ std::uint64_t host_full(const Driver& driver) {
   return driver.engine.stats().kept[static_cast<std::size_t>(KeepReason::kTierFull)];
 }
 
-std::vector<Saved> pack(Driver& driver, int count, EpochId epoch = EpochId{1}) {
-  std::vector<Saved> saved;
-  for (int i = 0; i < count; ++i) {
-    saved.push_back(
-        driver.pack(filled(driver, kBytes, static_cast<std::uint8_t>(11 * i)), bytes_view(0, kBytes), epoch));
-  }
-  return saved;
-}
-
-void backward(Driver& driver, const std::vector<Saved>& saved) {
-  for (auto one = saved.rbegin(); one != saved.rend(); ++one) {
-    EXPECT_NE(driver.unpack(*one, kPass), nullptr);
-    driver.drop(*one);
-  }
-  driver.end_pass(kPass);
-  driver.complete_all();
-  driver.expect_at_rest();
-}
-
 TEST(EngineGrow, ASpaceThatIsFullIsGrownAndTheStoragesThatWaitedCross) {
   Driver driver({.grows = true});
-  const std::vector<Saved> saved = pack(driver, 3);
+  const std::vector<Saved> saved = pack_storages(driver, 3);
   EXPECT_EQ(driver.growths, 3);
   EXPECT_EQ(driver.engine.stats().d2h_copies, 3u);
   EXPECT_EQ(driver.device.used_bytes(), 0u);
-  backward(driver, saved);
+  restore_and_drop(driver, saved);
 }
 
 TEST(EngineGrow, NothingIsAskedForTwiceWhileTheSpaceGrows) {
@@ -65,26 +46,26 @@ TEST(EngineGrow, NothingIsAskedForTwiceWhileTheSpaceGrows) {
 TEST(EngineGrow, RefusedItIsAskedForAgainInTheNextEpoch) {
   Driver driver({.grows = true});
   driver.growths_allowed = 2;
-  std::vector<Saved> saved = pack(driver, 5, driver.begin_epoch());
+  std::vector<Saved> saved = pack_storages(driver, 5, driver.begin_epoch());
   EXPECT_EQ(driver.growths, 3) << "not again after it was refused";
   EXPECT_EQ(driver.engine.stats().d2h_copies, 2u);
   EXPECT_EQ(host_full(driver), 3u);
   EXPECT_EQ(driver.device.used_bytes(), 3 * kBytes);
   for (const Saved& one : saved) EXPECT_NE(driver.unpack(one, kPass), nullptr);
   driver.growths_allowed = 100;
-  for (const Saved& one : pack(driver, 2, driver.begin_epoch())) saved.push_back(one);
+  for (const Saved& one : pack_storages(driver, 2, driver.begin_epoch())) saved.push_back(one);
   EXPECT_EQ(driver.growths, 5);
   EXPECT_EQ(host_full(driver), 3u);
-  backward(driver, saved);
+  restore_and_drop(driver, saved);
 }
 
 TEST(EngineGrow, AboveTheCapItIsNotAskedFor) {
   Driver driver({.config = {.max_tier_bytes = 2 * kBytes}, .grows = true});
-  const std::vector<Saved> saved = pack(driver, 3);
+  const std::vector<Saved> saved = pack_storages(driver, 3);
   EXPECT_EQ(driver.growths, 2);
   EXPECT_EQ(host_full(driver), 1u);
   EXPECT_EQ(driver.space->reserved_bytes(), 2 * kBytes);
-  backward(driver, saved);
+  restore_and_drop(driver, saved);
 }
 
 TEST(EngineGrow, GivenUpWhenTheSessionIsCutShort) {
@@ -110,7 +91,7 @@ class EngineBacking : public ::testing::TestWithParam<bool> {
 
 TEST_P(EngineBacking, TheOldestMoveOnAndEverythingComesBack) {
   Driver driver(options());
-  const std::vector<Saved> saved = pack(driver, 12);
+  const std::vector<Saved> saved = pack_storages(driver, 12);
   driver.complete_all();
   driver.end_epoch(EpochId{1});
   driver.complete_all();
@@ -121,7 +102,7 @@ TEST_P(EngineBacking, TheOldestMoveOnAndEverythingComesBack) {
   EXPECT_GE(stats.spilled_bytes, 8 * kBytes);
   EXPECT_EQ(stats.backing_bytes, driver.backing->used_bytes());
   EXPECT_EQ(stats.tier_bytes + stats.backing_bytes, 12 * kBytes) << "each byte in one place";
-  backward(driver, saved);
+  restore_and_drop(driver, saved);
   stats = driver.engine.stats();
   EXPECT_EQ(stats.h2d_bytes, 12 * kBytes);
   EXPECT_LE(stats.peak_tier_bytes, kCap);
@@ -131,7 +112,7 @@ TEST_P(EngineBacking, TheOldestMoveOnAndEverythingComesBack) {
 
 TEST_P(EngineBacking, FullItIsAsIfItWereNotThere) {
   Driver driver(options(3 * kBytes));
-  const std::vector<Saved> saved = pack(driver, 12);
+  const std::vector<Saved> saved = pack_storages(driver, 12);
   driver.complete_all();
   const Stats stats = driver.engine.stats();
   EXPECT_EQ(stats.d2h_bytes, 7 * kBytes);
@@ -142,23 +123,23 @@ TEST_P(EngineBacking, FullItIsAsIfItWereNotThere) {
     EXPECT_NE(driver.unpack(saved[i], kPass), nullptr);
     driver.drop(saved[i]);
   }
-  backward(driver, {saved[0], saved[1], saved[2]});
+  restore_and_drop(driver, {saved[0], saved[1], saved[2]});
 }
 
 TEST_P(EngineBacking, AFailureToWriteLosesNothing) {
   Driver driver(options());
   driver.fail_next_copies(1, Hop::kSpill);
-  const std::vector<Saved> saved = pack(driver, 8);
+  const std::vector<Saved> saved = pack_storages(driver, 8);
   driver.complete_all();
   EXPECT_EQ(host_full(driver), 8u - kCap / kBytes) << "it is not tried again";
   EXPECT_EQ(driver.engine.stats().spilled_bytes, 0u);
   EXPECT_EQ(driver.engine.stats().backing_bytes, 0u);
-  backward(driver, saved);
+  restore_and_drop(driver, saved);
 }
 
 TEST_P(EngineBacking, AFailureToReadIsToldAndTheCopyIsKept) {
   Driver driver(options());
-  const std::vector<Saved> saved = pack(driver, 8);
+  const std::vector<Saved> saved = pack_storages(driver, 8);
   driver.complete_all();
   driver.fail_next_copies(1, Hop::kFetch);
   EXPECT_EQ(driver.unpack(saved[0], PassId{}), nullptr);
@@ -166,14 +147,14 @@ TEST_P(EngineBacking, AFailureToReadIsToldAndTheCopyIsKept) {
   EXPECT_NE(driver.load_failures.begin()->second.cause, CopyId{});
   EXPECT_EQ(driver.device.used_bytes(), 0u);
   EXPECT_NE(driver.unpack(saved[0], PassId{}), nullptr);
-  backward(driver, saved);
+  restore_and_drop(driver, saved);
 }
 
 TEST_P(EngineBacking, WithoutRoomToReadIntoItIsTold) {
   DriverOptions small = options(kBytes);
   small.config.max_tier_bytes = kBytes;
   Driver driver(small);
-  const std::vector<Saved> saved = pack(driver, 2);
+  const std::vector<Saved> saved = pack_storages(driver, 2);
   driver.complete_all();
   ASSERT_EQ(driver.engine.stats().tier_bytes, kBytes);
   ASSERT_EQ(driver.engine.stats().backing_bytes, kBytes);
@@ -182,7 +163,7 @@ TEST_P(EngineBacking, WithoutRoomToReadIntoItIsTold) {
   EXPECT_EQ(driver.load_failures.begin()->second.cause, CopyId{});
   EXPECT_EQ(driver.load_failures.begin()->second.nbytes, kBytes);
   driver.drop(saved[1]);
-  backward(driver, {saved[0]});
+  restore_and_drop(driver, {saved[0]});
 }
 
 TEST_P(EngineBacking, PacksMoveOnWhole) {
@@ -204,7 +185,7 @@ TEST_P(EngineBacking, PacksMoveOnWhole) {
   driver.complete_all();
   EXPECT_GT(driver.engine.stats().backing_bytes, 0u);
   EXPECT_EQ(host_full(driver), 0u);
-  backward(driver, saved);
+  restore_and_drop(driver, saved);
   EXPECT_EQ(driver.engine.stats().h2d_bytes, 600u);
   EXPECT_LE(driver.engine.stats().h2d_copies, 12u);
 }

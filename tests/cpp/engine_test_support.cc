@@ -1,5 +1,7 @@
 #include "engine_test_support.h"
 
+#include <gtest/gtest.h>
+
 namespace ebbtide::testing {
 
 std::vector<Saved> offloaded(Driver& driver, const std::vector<ViewMeta>& views, EpochId epoch) {
@@ -33,6 +35,24 @@ TicketId Bare::offload(const ViewMeta& view, StreamRef stream) {
 Commands Bare::allocate(StorageId storage, CopyId load, std::uint64_t nbytes, StreamRef stream) {
   const std::uint64_t n = value(storage);
   return engine.allocated(storage, load, {DeviceId{0}, 100 + n, 0x100000 * n, nbytes}, stream);
+}
+
+std::vector<Saved> pack_storages(Driver& driver, int count, EpochId epoch) {
+  std::vector<Saved> saved;
+  for (int i = 0; i < count; ++i) {
+    saved.push_back(driver.pack(filled(driver, 64, static_cast<std::uint8_t>(11 * i)), bytes_view(0, 64), epoch));
+  }
+  return saved;
+}
+
+void restore_and_drop(Driver& driver, const std::vector<Saved>& saved) {
+  for (auto one = saved.rbegin(); one != saved.rend(); ++one) {
+    EXPECT_NE(driver.unpack(*one, kPass), nullptr);
+    driver.drop(*one);
+  }
+  driver.end_pass(kPass);
+  driver.complete_all();
+  driver.expect_at_rest();
 }
 
 }  // namespace ebbtide::testing

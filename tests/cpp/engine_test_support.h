@@ -46,6 +46,11 @@ std::vector<Saved> offloaded(Driver& driver, const std::vector<ViewMeta>& views,
 std::vector<Saved> offloaded_storages(Driver& driver, int count);
 inline const std::vector<ViewMeta> kHalves = {bytes_view(0, 32), bytes_view(32, 64)};
 
+// `count` storages of 64 bytes that nobody else holds, offloaded where there is room.
+std::vector<Saved> pack_storages(Driver& driver, int count, EpochId epoch = EpochId{1});
+// Backward over all of them in reverse, after which nothing is held.
+void restore_and_drop(Driver& driver, const std::vector<Saved>& saved);
+
 // An engine without a driver: each storage of 64 bytes is saved and offloaded.
 struct Bare {
   explicit Bare(const EngineConfig& config = {}) : engine(config, std::make_shared<FakeSpace>(1 << 20)) {}

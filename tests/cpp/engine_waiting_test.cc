@@ -10,25 +10,6 @@ namespace {
 
 constexpr std::uint64_t kBytes = 64;
 
-std::vector<Saved> pack(Driver& driver, int count, EpochId epoch = EpochId{1}) {
-  std::vector<Saved> saved;
-  for (int i = 0; i < count; ++i) {
-    saved.push_back(
-        driver.pack(filled(driver, kBytes, static_cast<std::uint8_t>(11 * i)), bytes_view(0, kBytes), epoch));
-  }
-  return saved;
-}
-
-void backward(Driver& driver, const std::vector<Saved>& saved) {
-  for (auto one = saved.rbegin(); one != saved.rend(); ++one) {
-    EXPECT_NE(driver.unpack(*one, kPass), nullptr);
-    driver.drop(*one);
-  }
-  driver.end_pass(kPass);
-  driver.complete_all();
-  driver.expect_at_rest();
-}
-
 class EngineWaiting : public ::testing::Test {
  protected:
   static constexpr std::uint64_t kSmallCap = 128;
@@ -36,7 +17,7 @@ class EngineWaiting : public ::testing::Test {
 
   // Storages 0 and 1 are in the file; 2 is in the space, and leaves no room beside it.
   void SetUp() override {
-    saved = pack(driver, 2);
+    saved = pack_storages(driver, 2);
     saved.push_back(driver.pack(filled(driver, kLarge), bytes_view(0, kLarge), EpochId{1}));
     driver.complete_all();
     ASSERT_EQ(driver.engine.stats().tier_bytes, kLarge);
@@ -53,7 +34,7 @@ class EngineWaiting : public ::testing::Test {
   void finish() {
     driver.complete_all();
     EXPECT_LE(driver.engine.stats().peak_tier_bytes, kSmallCap);
-    backward(driver, saved);
+    restore_and_drop(driver, saved);
   }
 
   Driver driver{{.config = {.in_flight_bytes = 1 << 16, .max_tier_bytes = kSmallCap},
@@ -113,7 +94,7 @@ TEST_F(EngineWaiting, OthersThatAskForTheSameBytesWaitForTheSameCopies) {
 }
 
 TEST_F(EngineWaiting, AnOffloadWaitsForRoom) {
-  saved.push_back(pack(driver, 1).front());
+  saved.push_back(pack_storages(driver, 1).front());
   EXPECT_TRUE(driver.held(Hop::kOffload).empty());
   EXPECT_EQ(driver.held(Hop::kSpill).size(), 1u);
   EXPECT_EQ(driver.device.used_bytes(), kBytes);
@@ -125,7 +106,7 @@ TEST_F(EngineWaiting, AnOffloadWaitsForRoom) {
 }
 
 TEST_F(EngineWaiting, GivenToSomebodyOrDroppedItDoesNotWaitAnyMore) {
-  for (const Saved& one : pack(driver, 2)) saved.push_back(one);
+  for (const Saved& one : pack_storages(driver, 2)) saved.push_back(one);
   Storage live = driver.unpack(saved[3], kPass);
   driver.drop(saved[4]);
   saved.pop_back();
