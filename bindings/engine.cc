@@ -1,6 +1,7 @@
 #include "ebbtide/engine.h"
 
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -39,6 +40,13 @@ void bind_verdicts(nb::module_& m) {
       .value("BUDGET", KeepReason::kBudget)
       .value("HOST_FULL", KeepReason::kTierFull)
       .value("CAPTURE", KeepReason::kCapture);
+  nb::class_<RunState>(m, "RunState")
+      .def_ro("scheduled", &RunState::scheduled)
+      .def_ro("leaving", &RunState::leaving)
+      .def_ro("away", &RunState::away)
+      .def_ro("coming", &RunState::coming)
+      .def_ro("back", &RunState::back)
+      .def_ro("staying", &RunState::staying);
   nb::class_<RestoreVerdict>(m, "RestoreVerdict")
       .def_prop_ro("outcome", [](const RestoreVerdict& verdict) { return static_cast<int>(verdict.outcome); })
       .def_prop_ro("load", [](const RestoreVerdict& verdict) { return value(verdict.load); })
@@ -83,14 +91,16 @@ struct Tickets {
   // tensor, so a tuple.
   nb::object save(std::int64_t device, std::uint64_t identity, std::uint64_t address, std::uint64_t nbytes,
                   std::int64_t storage_offset, std::int64_t itemsize, std::int64_t kind, Integers sizes,
-                  Integers strides, std::uint64_t version, std::uint64_t epoch, std::size_t label, std::uint64_t stream,
-                  bool forced, bool spoiled) {
+                  Integers strides, std::uint64_t version, std::uint64_t epoch, std::size_t label, std::uint64_t run,
+                  bool on_request, std::uint64_t stream, bool forced, bool spoiled) {
     SaveVerdict verdict =
         dropped->engine.save({.storage = {DeviceId{device}, identity, address, nbytes},
                               .view = {storage_offset, itemsize, kind, std::move(sizes), std::move(strides)},
                               .version = version,
                               .epoch = EpochId{epoch},
                               .label = label,
+                              .run = RunId{run},
+                              .on_request = on_request,
                               .stream = StreamRef{stream},
                               .forced = forced,
                               .spoiled = spoiled});
@@ -148,6 +158,45 @@ void bind_engine(nb::module_& m) {
           },
           nb::arg("epoch"), nb::arg("label"))
       .def("end_group", &Engine::end_group)
+      .def(
+          "open_run", [](Engine& engine, std::size_t label) { return value(engine.open_run(label)); }, nb::arg("label"))
+      .def(
+          "request",
+          [](Engine& engine, std::uint64_t run, std::uint64_t identity) { engine.request(RunId{run}, identity); },
+          nb::arg("run"), nb::arg("identity"))
+      .def(
+          "offload_run", [](Engine& engine, std::uint64_t run) { return engine.offload_run(RunId{run}); },
+          nb::arg("run"))
+      .def(
+          "let_go_run", [](Engine& engine, std::uint64_t run) { return engine.let_go_run(RunId{run}); }, nb::arg("run"))
+      .def(
+          "load_run", [](Engine& engine, std::uint64_t run) { return engine.load_run(RunId{run}); }, nb::arg("run"))
+      .def(
+          "loads_of",
+          [](const Engine& engine, std::uint64_t run) {
+            std::vector<std::pair<std::uint64_t, std::uint64_t>> loads;
+            for (const auto& [storage, copy] : engine.loads_of(RunId{run})) {
+              loads.emplace_back(value(storage), value(copy));
+            }
+            return loads;
+          },
+          nb::arg("run"))
+      .def(
+          "order_after_run",
+          [](Engine& engine, std::uint64_t run, std::uint64_t stream) {
+            return engine.order_after_run(RunId{run}, StreamRef{stream});
+          },
+          nb::arg("run"), nb::arg("stream"))
+      .def(
+          "release_run", [](Engine& engine, std::uint64_t run) { return engine.release_run(RunId{run}); },
+          nb::arg("run"))
+      .def(
+          "keep_run", [](Engine& engine, std::uint64_t run) { return engine.keep_run(RunId{run}); }, nb::arg("run"))
+      .def(
+          "close_run", [](Engine& engine, std::uint64_t run) { return engine.close_run(RunId{run}); }, nb::arg("run"))
+      .def(
+          "run_state", [](const Engine& engine, std::uint64_t run) { return engine.run_state(RunId{run}); },
+          nb::arg("run"))
       .def("gather", &Engine::gather)
       .def("grown", &Engine::grown, nb::arg("ok"))
       .def(
@@ -231,11 +280,11 @@ void bind_engine(nb::module_& m) {
           nb::arg("engine"), nb::arg("on_drop"), nb::sig("def __init__(self, engine: Engine, on_drop: object) -> None"))
       .def("save", &Tickets::save, nb::arg("device"), nb::arg("identity"), nb::arg("address"), nb::arg("nbytes"),
            nb::arg("storage_offset"), nb::arg("itemsize"), nb::arg("kind"), nb::arg("sizes"), nb::arg("strides"),
-           nb::arg("version"), nb::arg("epoch"), nb::arg("label"), nb::arg("stream"), nb::arg("forced"),
-           nb::arg("spoiled"),
+           nb::arg("version"), nb::arg("epoch"), nb::arg("label"), nb::arg("run"), nb::arg("on_request"),
+           nb::arg("stream"), nb::arg("forced"), nb::arg("spoiled"),
            nb::sig("def save(self, device: int, identity: int, address: int, nbytes: int, storage_offset: int, "
                    "itemsize: int, kind: int, sizes: tuple[int, ...], strides: tuple[int, ...], version: int, "
-                   "epoch: int, label: int, stream: int, forced: bool, spoiled: bool) "
+                   "epoch: int, label: int, run: int, on_request: bool, stream: int, forced: bool, spoiled: bool) "
                    "-> tuple[TicketHold | None, KeepReason, int, int, bool, bool, list[Command]]"))
       .def("pop_dropped", &Tickets::pop_dropped, nb::sig("def pop_dropped(self) -> Command | None"));
 }

@@ -13,8 +13,10 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <tuple>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "ebbtide/block_space.h"
@@ -36,9 +38,11 @@ struct SaveRequest {
   ViewMeta view;
   std::uint64_t version = 0;  // of the tensor's in-place counter
   EpochId epoch{};
-  std::size_t label = 0;  // of the group that runs on this thread, for the statistics; 0: none
-  StreamRef stream{};     // current at pack; none for memory whose work is synchronous
-  bool forced = false;    // a user policy wants it moved, whatever its size
+  std::size_t label = 0;    // of the group that runs on this thread, for the statistics; 0: none
+  RunId run{};              // what is new is copied when offload_run says so; none: when it leaves the window
+  bool on_request = false;  // of a run: only if `request` names the storage
+  StreamRef stream{};       // current at pack; none for memory whose work is synchronous
+  bool forced = false;      // a user policy wants it moved, whatever its size
   // The entry that a first call joined was written to since it was saved: do not join it. Not counted again.
   bool spoiled = false;
 };
@@ -78,6 +82,16 @@ struct ProbeAnswer {
   bool spoiled = false;  // every one moved: whoever asks for a saved view is refused
 };
 
+// Storages of a run with a live ticket, by where they are.
+struct RunState {
+  std::size_t scheduled = 0;  // not told to leave
+  std::size_t leaving = 0;    // told so: held by others, waiting, or on their way
+  std::size_t away = 0;       // in a tier alone
+  std::size_t coming = 0;
+  std::size_t back = 0;
+  std::size_t staying = 0;  // on the device for as long as a ticket lives
+};
+
 class Engine {
  public:
   // `space` is where offloaded bytes go; `backing`, where there is one, a file for what the space cannot hold.
@@ -96,6 +110,33 @@ class Engine {
   // up by. The commands move out what is no longer among the last keep_last_groups.
   [[nodiscard]] Commands begin_group(EpochId epoch, std::size_t label);
   [[nodiscard]] Commands end_group();
+
+  // --- groups whose copies the caller starts, such as the schedule of a pipeline
+  // A run of the group with this label (from 1). What is saved in several runs leaves with the last of them and comes
+  // back with the first that is loaded. Nothing of a run is loaded on a guess.
+  [[nodiscard]] RunId open_run(std::size_t label);
+  // The storage is to be offloaded with the run although it was, or will be, saved in it `on_request`. Its identity
+  // must not be issued anew before `close_run`.
+  void request(RunId run, std::uint64_t identity);
+  // What was saved in the run so far leaves the device as soon as nobody else holds it; again: what others held then is
+  // looked at once more.
+  [[nodiscard]] Commands offload_run(RunId run);
+  // Lets go of what is on its way: at once in device order, on memory whose work is synchronous after waiting.
+  [[nodiscard]] Commands let_go_run(RunId run);
+  // What the run has in a tier comes back, the newest first; held until it was asked for, `release_run`, or memory is
+  // short.
+  [[nodiscard]] Commands load_run(RunId run);
+  // The storages of the run that are loading, and the copies that bring them.
+  [[nodiscard]] std::vector<std::pair<StorageId, CopyId>> loads_of(RunId run) const;
+  // Work issued on the stream from now on comes after those loads.
+  [[nodiscard]] Commands order_after_run(RunId run, StreamRef stream);
+  // Lets go of what was loaded and not asked for; the tiers keep it.
+  [[nodiscard]] Commands release_run(RunId run);
+  // What has not left yet stays on the device for as long as its tickets live.
+  [[nodiscard]] Commands keep_run(RunId run);
+  // Nothing more is saved in it or asked of it; what it has loaded is let go of.
+  [[nodiscard]] Commands close_run(RunId run);
+  [[nodiscard]] RunState run_state(RunId run) const;
 
   // A tensor that stays on the device for a reason the session knows.
   void kept(KeepReason reason, std::uint64_t nbytes);
@@ -148,6 +189,10 @@ class Engine {
   void reset_stats();
 
  private:
+  struct Run {
+    std::set<StorageId> members;
+    std::set<std::uint64_t> requested;  // identities
+  };
   // Storages may be forgotten before their copy is seen done.
   struct Moved {
     StorageId storage{};
@@ -169,6 +214,13 @@ class Engine {
   TicketId issue(Entry& entry, std::uint32_t view);
   void want(Entry& entry, ByteRange range, const SaveRequest& request, SaveVerdict& verdict);
   void follow(Entry& entry, const SaveRequest& request, bool new_bytes, Commands& commands);
+
+  // engine_run.cc
+  void join_run(Entry& entry, const SaveRequest& request, bool is_new);
+  void leave_runs(const Entry& entry);
+  [[nodiscard]] std::vector<StorageId> members_of(RunId run) const;
+  [[nodiscard]] static bool loads_with_run(const Entry& entry);
+  void release_loaded(RunId run, Commands& commands);
 
   // engine_offload.cc
   void look(Commands& commands);
@@ -220,8 +272,8 @@ class Engine {
   void release_unclaimed(Commands& commands);
 
   // engine_load.cc
-  [[nodiscard]] Load& begin_load(Entry& entry, PassId pass, bool guess, Commands& commands);
-  void add_to_load(Load& load, Entry& entry, bool guess, Commands& commands);
+  [[nodiscard]] Load& begin_load(Entry& entry, PassId pass, LoadCause cause, Commands& commands);
+  void add_to_load(Load& load, Entry& entry, LoadCause cause, Commands& commands);
   [[nodiscard]] bool wants_load(const Entry& entry, PassId pass) const;
   [[nodiscard]] static Command alloc_command(const Entry& entry);
   void start_load(CopyId id, Commands& commands);
@@ -257,7 +309,8 @@ class Engine {
   std::deque<StorageId> due_;             // parked, or with bytes saved while a copy ran
   std::map<CopyId, RunningCopy> copies_;  // oldest first
   std::map<ParcelId, Parcel> parcels_;    // oldest first
-  std::map<CopyId, Load> loads_;          // not done
+  std::map<RunId, Run> runs_;
+  std::map<CopyId, Load> loads_;  // not done
   std::vector<StorageId> gathering_;
   std::uint64_t gathering_bytes_ = 0;
   std::deque<std::vector<StorageId>> waiting_offloads_;  // for room, each to cross together
@@ -276,6 +329,7 @@ class Engine {
   // How far back guesses have come, by pass, epoch and device: a `need`.
   std::map<std::tuple<PassId, EpochId, DeviceId>, std::uint64_t> guessed_to_;
   std::uint64_t last_group_ = 0;
+  std::uint64_t last_run_ = 0;
   std::uint64_t running_groups_ = 0;
   std::map<EpochId, std::uint64_t> groups_in_epoch_;
   std::uint64_t last_copy_ = 0;

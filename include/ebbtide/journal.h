@@ -64,12 +64,43 @@ struct Restore {
 struct EndPass {
   PassId pass;
 };
+struct OpenRun {
+  std::size_t label;
+};
+struct Request {
+  RunId run;
+  std::uint64_t identity;
+};
+struct OffloadRun {
+  RunId run;
+};
+struct LetGoRun {
+  RunId run;
+};
+struct LoadRun {
+  RunId run;
+};
+struct OrderAfterRun {
+  RunId run;
+  StreamRef stream;
+};
+struct ReleaseRun {
+  RunId run;
+};
+struct KeepRun {
+  RunId run;
+};
+struct CloseRun {
+  RunId run;
+};
 
 }  // namespace calls
 
 using Call = std::variant<calls::BeginEpoch, calls::EndEpoch, calls::BeginGroup, calls::EndGroup, calls::Gather,
                           calls::Grown, calls::Kept, SaveRequest, calls::Drop, calls::Probed, calls::Completed,
-                          calls::Allocated, calls::AllocationFailed, calls::Restore, calls::EndPass>;
+                          calls::Allocated, calls::AllocationFailed, calls::Restore, calls::EndPass, calls::OpenRun,
+                          calls::Request, calls::OffloadRun, calls::LetGoRun, calls::LoadRun, calls::OrderAfterRun,
+                          calls::ReleaseRun, calls::KeepRun, calls::CloseRun>;
 
 struct JournalEntry {
   Call call;

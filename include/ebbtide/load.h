@@ -9,6 +9,9 @@
 
 namespace ebbtide {
 
+// Why storages are loaded: somebody asked for one, it is expected to be asked for next, or the caller said so.
+enum class LoadCause : std::uint8_t { kAsked, kGuess, kRun };
+
 struct Load {
   CopyId copy{};
   DeviceId device{};

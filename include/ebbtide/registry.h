@@ -19,6 +19,7 @@ namespace ebbtide {
 enum class Lease : std::uint8_t {
   kNone,       // it does not: every wanted byte has a copy
   kWindow,     // saved just now
+  kScheduled,  // waits for Engine::offload_run
   kDue,        // left the window, waits for the next probe
   kProbing,    // a probe was sent
   kGathering,  // nobody else holds it, waits for company to cross with
@@ -60,6 +61,9 @@ struct Entry {
   bool closed = false;             // takes no new views
   bool dying = false;              // no ticket left, a copy or an allocation still runs
 
+  std::vector<RunId> runs;  // that it was saved in; it leaves the device with the last
+  bool on_request = false;  // stays on the device unless Engine::request names it
+
   std::vector<SavedView> views;
   ByteRanges wanted;
   std::uint64_t live_tickets = 0;
@@ -84,7 +88,8 @@ struct Entry {
   EpochId restored_epoch{};       // the last one begun when it was allocated
   bool restored_held = false;     // the session keeps restored_ref alive
   bool unwanted = false;          // memory is short: let go of it as soon as it is loaded
-  std::uint64_t guess_bytes = 0;  // > 0: loaded on a guess, nobody has asked yet
+  std::uint64_t guess_bytes = 0;  // > 0: loaded ahead, nobody has asked yet
+  bool loaded_by_run = false;     // ahead of being asked for, because the caller said so
 
   PassId pass{};               // the pass that `unserved` counts for
   std::uint64_t unserved = 0;  // live tickets not served in it
@@ -110,6 +115,7 @@ class Registry {
   // Nobody finds the entry by identity any more.
   void hide(Entry& entry);
   [[nodiscard]] Entry* find(StorageId storage);
+  [[nodiscard]] const Entry* find(StorageId storage) const;
   [[nodiscard]] bool contains(StorageId storage) const { return entries_.contains(storage); }
 
   // The entry that takes new views of this storage in this epoch: by the saved storage, or by the restored one.

@@ -17,6 +17,8 @@ enum class EpochId : std::uint64_t {};
 enum class PassId : std::uint64_t {};
 // One run through a group of storages that are scheduled together, usually a layer; in the order of their beginning.
 enum class GroupId : std::uint64_t {};
+// One run through a group whose copies the caller starts.
+enum class RunId : std::uint64_t {};
 
 // Opaque numbers of the framework. 0 means "none": memory whose work is synchronous has no stream.
 enum class DeviceId : std::int64_t {};

@@ -12,9 +12,9 @@ from typing import Any
 from ebbtide import process
 from ebbtide.config import OffloadConfig, Resolved
 from ebbtide.errors import UsageError
-from ebbtide.framework import Framework, Tensor, Weights
+from ebbtide.framework import Framework, Tensor
 from ebbtide.report import GroupTotals, Stats, metrics, render_report
-from ebbtide.saved import Kept, Ticket
+from ebbtide.saved import Kept, Saving, Ticket
 from ebbtide.session import Session
 from ebbtide.sizes import SHOWN
 
@@ -22,10 +22,10 @@ from ebbtide.sizes import SHOWN
 class Scope:
     """One entry of the context on one thread."""
 
-    def __init__(self, session: Session, framework: Framework, weights: Weights) -> None:
+    def __init__(self, session: Session, framework: Framework, saving: Saving) -> None:
         self._session = session
-        self._weights = weights
-        self._epoch = session.begin_epoch()
+        self._saving = saving
+        saving.epoch = session.begin_epoch()
         self._left = False
         self._labels = [0]  # of the groups that are running, the innermost last
         self._hooks: AbstractContextManager[Any] = framework.saved_tensor_hooks(
@@ -36,18 +36,20 @@ class Scope:
         if self._left:
             # Frameworks restore the hooks that a backward began with: left inside one, they stay.
             return self._session.keep(tensor)
-        return self._session.pack(tensor, self._epoch, self._weights, self._labels[-1])
+        return self._session.pack(tensor, self._saving)
 
     def begin_group(self, name: str) -> int:
         """Returns what `end_group` takes."""
         depth = len(self._labels)
-        self._labels.append(self._session.begin_group(self._epoch, name))
+        self._labels.append(self._session.begin_group(self._saving.epoch, name))
+        self._saving.label = self._labels[-1]
         return depth
 
     def end_group(self, depth: int) -> None:
         """Ends the group, and those inside it that were left by an exception and never ended."""
         while len(self._labels) > depth:
             self._labels.pop()
+            self._saving.label = self._labels[-1]
             self._session.end_group()
 
     def enter(self) -> None:
@@ -56,7 +58,7 @@ class Scope:
     def exit(self) -> None:
         self._left = True
         self._hooks.__exit__(None, None, None)
-        self._session.end_epoch(self._epoch)
+        self._session.end_epoch(self._saving.epoch)
 
 
 class _NoScope:
@@ -143,7 +145,7 @@ class Offload:
         self._framework = framework
         self._resolved = resolved
         self._weights = framework.weights(model)
-        self._session = Session(framework, resolved, config.policy)
+        self._session = Session(framework, resolved)
         self._entered = _Entered()
         self._blocks = _Blocks(framework, model, self._begin_block, self._end_block)
         self._idle = (
@@ -170,7 +172,8 @@ class Offload:
             self._entered.scopes.append(_NoScope())
             return self
         self._weights.refresh()
-        scope = Scope(self._session, self._framework, self._weights)
+        saving = Saving(0, self._weights, self.config.policy, self._resolved.only == "layer_inputs")
+        scope = Scope(self._session, self._framework, saving)
         if self._watches:
             self._blocks.enter()
         try:

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ebbtide._core import TicketHold
-from ebbtide.framework import Storage, StorageRef, Tensor, ViewMeta, Weak, Witness
+from ebbtide.framework import Storage, StorageRef, Tensor, ViewMeta, Weak, Weights, Witness
 
 # What pack returns for a tensor that stays on the device: the tensor and its in-place counter at the save. A plain
 # tuple, because there is one for every small tensor and weight.
 Kept: TypeAlias = tuple[Tensor, int]
+
+
+@dataclass(slots=True)
+class Saving:
+    """What is saved through one pair of hooks: whose weights stay, and which storages leave the device, and when."""
+
+    epoch: int
+    weights: Weights
+    policy: Callable[[Tensor], Any] | None = None
+    inputs_only: bool = False  # of checkpointed regions
+    label: int = 0  # of the group that runs
+    run: int = 0  # of a group whose copies the caller starts
+    on_request: bool = False  # of the run, only what was asked for by `Runs.request`
 
 
 class StorageEntry:

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
 
 from ebbtide import _core, process
 from ebbtide._core import KeepReason, RestoreOutcome
 from ebbtide.config import Resolved
 from ebbtide.errors import DeviceError, InplaceModificationError
-from ebbtide.framework import Framework, Storage, Tensor, Weights, Witness
+from ebbtide.framework import Framework, Storage, Tensor, Witness
+from ebbtide.interrupts import noting_interrupts
 from ebbtide.policy import wants_offload
-from ebbtide.saved import Kept, StorageEntry, Ticket
+from ebbtide.runs import Runs, label_of
+from ebbtide.saved import Kept, Saving, StorageEntry, Ticket
 from ebbtide.sizes import format_bytes
 from ebbtide.transfers import Transfers
 
@@ -29,43 +29,23 @@ _SHARED = int(RestoreOutcome.SHARED)
 _LOAD = int(RestoreOutcome.LOAD)
 
 
-_Call = TypeVar("_Call", bound=Callable[..., Any])
-
-
-def _noting_interrupts(call: _Call) -> _Call:
-    @functools.wraps(call)
-    def noting(self: Session, *arguments: Any) -> Any:
-        try:
-            return call(self, *arguments)
-        except Exception:
-            raise
-        except BaseException:
-            self.transfers.cut_short()
-            raise
-
-    return cast(_Call, noting)
-
-
 class Session:
     """One engine and its framework objects. Made by ``offload``; lives until its last ticket is dropped."""
 
-    def __init__(
-        self, framework: Framework, options: Resolved, policy: Callable[[Tensor], Any] | None
-    ) -> None:
+    def __init__(self, framework: Framework, options: Resolved) -> None:
         self._framework = framework
-        self._policy = policy
-        self._layer_inputs_only = options.only == "layer_inputs"
         self._use_saved_copy = options.on_inplace == "saved"
         self._min_bytes = options.min_bytes
         self.transfers = Transfers(framework, options)
         self._engine = self.transfers.engine
         self._labels: dict[str, int] = {}  # names of groups, from 1
+        self.runs = Runs(framework, self.transfers, self._labels)
         self._epochs: set[int] = set()
         self._passes: set[int] = set()
 
     # --- forward
 
-    @_noting_interrupts
+    @noting_interrupts
     def begin_epoch(self) -> int:
         process.require_usable("offload")
         self._recover_when_alone()
@@ -77,7 +57,7 @@ class Session:
         if self.transfers.interrupted and not self._epochs and not self._passes:
             self.transfers.recover()
 
-    @_noting_interrupts
+    @noting_interrupts
     def end_epoch(self, epoch: int) -> None:
         if not process.usable():
             return  # in a forked child: the parent ends it
@@ -87,34 +67,34 @@ class Session:
         finally:
             self.transfers.run(self._engine.end_epoch(epoch))
 
-    @_noting_interrupts
+    @noting_interrupts
     def begin_group(self, epoch: int, name: str) -> int:
         """A group begins; returns the label that what is saved in it goes by."""
         process.require_usable("group")
-        label = self._labels.setdefault(name, len(self._labels) + 1)
+        label = label_of(name, self._labels)
         self.transfers.run(self._engine.begin_group(epoch, label))
         return label
 
-    @_noting_interrupts
+    @noting_interrupts
     def end_group(self) -> None:
         if not process.usable():
             return
         self.transfers.settle()
         self.transfers.run(self._engine.end_group())
 
-    def pack(self, tensor: Tensor, epoch: int, weights: Weights, label: int = 0) -> Kept | Ticket:
+    def pack(self, tensor: Tensor, saving: Saving) -> Kept | Ticket:
         """The saved-tensor hook: takes a tensor, returns what stands for it until backward."""
         try:
             if process.unusable:
                 process.require_usable("pack")
             self.transfers.settle()
             framework = self._framework
-            reason = framework.keep_reason(tensor, weights)
+            reason = framework.keep_reason(tensor, saving.weights)
             forced = False
-            if reason is None and self._layer_inputs_only and not framework.is_region_input():
+            if reason is None and saving.inputs_only and not framework.is_region_input():
                 reason = KeepReason.POLICY
-            if reason is None and self._policy is not None:
-                forced = wants_offload(self._policy(tensor))
+            if reason is None and saving.policy is not None:
+                forced = wants_offload(saving.policy(tensor))
                 if not forced:
                     reason = KeepReason.POLICY
             if reason is None and not forced:
@@ -122,7 +102,7 @@ class Session:
                 if framework.storage_bytes(tensor) < self._min_bytes:
                     reason = KeepReason.SMALL
             if reason is None:
-                return self._save(tensor, epoch, label, forced, spoiled=False)
+                return self._save(tensor, saving, forced, spoiled=False)
             self._engine.kept(reason, framework.nbytes(tensor))
             return self._keep(tensor, reason)
         except Exception:
@@ -139,9 +119,7 @@ class Session:
         kept = self._framework.keep(tensor, reason)
         return kept, self._framework.version(kept)
 
-    def _save(
-        self, tensor: Tensor, epoch: int, label: int, forced: bool, spoiled: bool
-    ) -> Kept | Ticket:
+    def _save(self, tensor: Tensor, saving: Saving, forced: bool, spoiled: bool) -> Kept | Ticket:
         framework, transfers = self._framework, self.transfers
         view = framework.view_meta(tensor)
         version = framework.version(tensor)
@@ -156,8 +134,10 @@ class Session:
             view.sizes,
             view.strides,
             version,
-            epoch,
-            label,
+            saving.epoch,
+            saving.label,
+            saving.run,
+            saving.on_request,
             stream,
             forced,
             spoiled,
@@ -184,7 +164,7 @@ class Session:
         original = weakref.ref(tensor) if framework.replaceable(tensor) else None
         ticket = Ticket(self, ticket_id, hold, entry, view, witness, version, original)
         transfers.run(commands)
-        return ticket if intact else self._save(tensor, epoch, label, forced, spoiled=True)
+        return ticket if intact else self._save(tensor, saving, forced, spoiled=True)
 
     def _witness(self, entry: StorageEntry, tensor: Tensor, version: int) -> Witness:
         owner = self._framework.counter_owner(tensor)
@@ -320,7 +300,7 @@ class Session:
             self._framework.end_of_pass(_core.AtEnd(functools.partial(self.end_pass, pass_id)))
         return pass_id
 
-    @_noting_interrupts
+    @noting_interrupts
     def end_pass(self, pass_id: int) -> None:
         """The backward is over, also by an exception: nothing is kept for it any more."""
         if not process.usable():

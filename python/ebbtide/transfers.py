@@ -226,6 +226,20 @@ class Transfers:
         if self.engine.running(verdict.load):
             yield_to_others()  # it is about to be started
 
+    def await_loads(self, loads: list[tuple[int, int]], run: int) -> None:
+        """See `Runs.await_loads`; ``loads`` are storages and the copies that bring them."""
+        devices = set()
+        for storage, load in loads:
+            if (entry := self.entries.get(storage)) is None:
+                continue
+            self._wait_until_started(entry, load)
+            devices.add(entry.ref.device)
+            if self._streams is None:
+                self.wait(load)
+        if self._streams is not None:
+            for device in devices:
+                self.run(self.engine.order_after_run(run, self.current_stream(device)))
+
     def _wait_until_started(self, entry: StorageEntry, load: int) -> None:
         while blocker := self.engine.blocker(load):
             self.wait(blocker)

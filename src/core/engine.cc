@@ -243,7 +243,8 @@ void Engine::finish_entry(Entry& entry, Commands& commands) {
   }
   const bool copying = entry.lease == Lease::kInFlight;
   if (entry.leased() && !copying) {
-    if (windows_[entry.source.device].remove(entry.id)) stats_.keep(KeepReason::kLast);
+    const bool scheduled = entry.lease == Lease::kScheduled && !entry.on_request;
+    if (windows_[entry.source.device].remove(entry.id) || scheduled) stats_.keep(KeepReason::kLast);
     set_found_held(entry, false);
     release_lease(entry, commands);
   }
@@ -254,6 +255,7 @@ void Engine::finish_entry(Entry& entry, Commands& commands) {
 
   for (const StoredRange& part : entry.stored) leave_parcel(entry, part.parcel);
   for (const StoredRange& part : entry.copying) leave_parcel(entry, part.parcel);
+  leave_runs(entry);
   commands.push_back({.kind = CommandKind::kForget, .storage = entry.id});
   registry_.erase(entry.id);
 }

@@ -14,21 +14,26 @@ std::uint64_t load_bytes(const Entry& entry) { return entry.valid.span().end; }
 }  // namespace
 
 // The storage and, where it lies packed with others, those of them that this pass still needs: each byte crosses once.
-Load& Engine::begin_load(Entry& entry, PassId pass, bool guess, Commands& commands) {
+Load& Engine::begin_load(Entry& entry, PassId pass, LoadCause cause, Commands& commands) {
   const CopyId copy{++last_copy_};
   Load& load = loads_[copy];
   load.copy = copy;
   load.device = entry.source.device;
-  add_to_load(load, entry, guess, commands);
-  if (guess) commands.push_back(alloc_command(entry));
-  if (value(pass) == 0) return load;
+  add_to_load(load, entry, cause, commands);
+  if (cause != LoadCause::kAsked) commands.push_back(alloc_command(entry));
+  if (value(pass) == 0 && cause != LoadCause::kRun) return load;
   for (const StoredRange& part : entry.to_load()) {
     const std::vector<StorageId> members = parcels_.at(part.parcel).members;
     for (const StorageId id : members) {
       Entry& other = *registry_.find(id);
-      if (other.epoch != entry.epoch || !wants_load(other, pass)) continue;
-      begin_claims(other, pass);
-      add_to_load(load, other, true, commands);
+      if (cause == LoadCause::kRun) {
+        if (!loads_with_run(other)) continue;
+      } else if (other.epoch != entry.epoch || !wants_load(other, pass)) {
+        continue;
+      } else {
+        begin_claims(other, pass);
+      }
+      add_to_load(load, other, cause == LoadCause::kRun ? cause : LoadCause::kGuess, commands);
       commands.push_back(alloc_command(other));
     }
   }
@@ -52,7 +57,7 @@ bool Engine::wants_load(const Entry& entry, PassId pass) const {
          !served && !given;
 }
 
-void Engine::add_to_load(Load& load, Entry& entry, bool guess, Commands& commands) {
+void Engine::add_to_load(Load& load, Entry& entry, LoadCause cause, Commands& commands) {
   release_restored(entry, commands);
   registry_.unbind_restored(entry);
   no_longer_guess(entry);
@@ -64,9 +69,10 @@ void Engine::add_to_load(Load& load, Entry& entry, bool guess, Commands& command
   entry.unwanted = false;
   load.members.push_back(entry.id);
   ++load.allocating;
-  if (!guess) return;
+  if (cause == LoadCause::kAsked) return;
   entry.guess_bytes = load_bytes(entry);
-  guessed_bytes_[entry.source.device] += entry.guess_bytes;
+  entry.loaded_by_run = cause == LoadCause::kRun;
+  if (!entry.loaded_by_run) guessed_bytes_[entry.source.device] += entry.guess_bytes;
 }
 
 Commands Engine::allocated(StorageId storage, CopyId load, const StorageRef& restored, StreamRef stream) {

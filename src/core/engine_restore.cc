@@ -48,7 +48,7 @@ RestoreVerdict Engine::restore(TicketId ticket, PassId pass, bool live, bool sha
     ++stats_.prefetch_misses;
     ++stats_of(entry.label).prefetch_misses;
     claim(entry, *record, pass);
-    verdict.load = begin_load(entry, pass, false, verdict.commands).copy;
+    verdict.load = begin_load(entry, pass, LoadCause::kAsked, verdict.commands).copy;
     verdict.nbytes = entry.restored_valid.span().end;
     entry.asked_on = stream;
   } else {
@@ -127,7 +127,7 @@ void Engine::prefetch(const Entry& after, PassId pass, Commands& commands) {
     reached = std::min(reached, begin);
     registry_.walk_back(reached, [&](Entry& entry) {
       const bool later = by_groups && entry.group_in_epoch > after.group_in_epoch;
-      if (entry.epoch == after.epoch && entry.source.device == device && !later) {
+      if (entry.epoch == after.epoch && entry.source.device == device && !later && entry.runs.empty()) {
         if (left_over(entry)) begin_claims(entry, pass);
         if (wants_load(entry, pass)) {
           // In order of need: what does not fit is not overtaken by an older one.
@@ -141,7 +141,7 @@ void Engine::prefetch(const Entry& after, PassId pass, Commands& commands) {
           }
           ahead += nbytes;
           begin_claims(entry, pass);
-          static_cast<void>(begin_load(entry, pass, true, commands));
+          static_cast<void>(begin_load(entry, pass, LoadCause::kGuess, commands));
         }
         // Its copy is still on the way: by the next time it may have to be loaded.
         hole |= entry.lease == Lease::kInFlight || entry.lease == Lease::kRoom || entry.lease == Lease::kGathering;
@@ -165,13 +165,14 @@ bool Engine::left_over(const Entry& entry) {
 
 void Engine::release_left_over(Commands& commands) {
   registry_.for_each([&](Entry& entry) {
-    if (left_over(entry)) release_restored(entry, commands);
+    if (left_over(entry) && !entry.loaded_by_run) release_restored(entry, commands);
   });
 }
 
 void Engine::no_longer_guess(Entry& entry) {
-  guessed_bytes_[entry.source.device] -= entry.guess_bytes;
+  if (!entry.loaded_by_run) guessed_bytes_[entry.source.device] -= entry.guess_bytes;
   entry.guess_bytes = 0;
+  entry.loaded_by_run = false;
 }
 
 // Lets go of what was loaded, where that can be done in device order or the load is done.

@@ -39,6 +39,22 @@ struct Answer {
     return to_string(engine.restore(call.ticket, call.pass, call.live, call.shared, call.stream));
   }
   std::string operator()(const calls::EndPass& call) const { return to_string(engine.end_pass(call.pass)); }
+  std::string operator()(const calls::OpenRun& call) const {
+    return std::to_string(value(engine.open_run(call.label)));
+  }
+  std::string operator()(const calls::Request& call) const {
+    engine.request(call.run, call.identity);
+    return "";
+  }
+  std::string operator()(const calls::OffloadRun& call) const { return to_string(engine.offload_run(call.run)); }
+  std::string operator()(const calls::LetGoRun& call) const { return to_string(engine.let_go_run(call.run)); }
+  std::string operator()(const calls::LoadRun& call) const { return to_string(engine.load_run(call.run)); }
+  std::string operator()(const calls::OrderAfterRun& call) const {
+    return to_string(engine.order_after_run(call.run, call.stream));
+  }
+  std::string operator()(const calls::ReleaseRun& call) const { return to_string(engine.release_run(call.run)); }
+  std::string operator()(const calls::KeepRun& call) const { return to_string(engine.keep_run(call.run)); }
+  std::string operator()(const calls::CloseRun& call) const { return to_string(engine.close_run(call.run)); }
 };
 
 }  // namespace

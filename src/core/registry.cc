@@ -45,6 +45,11 @@ Entry* Registry::find(StorageId storage) {
   return found == entries_.end() ? nullptr : &found->second;
 }
 
+const Entry* Registry::find(StorageId storage) const {
+  const auto found = entries_.find(storage);
+  return found == entries_.end() ? nullptr : &found->second;
+}
+
 Entry* Registry::find_saved(std::uint64_t identity, EpochId epoch) {
   const auto found = saved_.find({identity, epoch});
   return found == saved_.end() ? nullptr : find(found->second);

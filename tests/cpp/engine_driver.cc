@@ -46,14 +46,22 @@ void Driver::begin_group(EpochId epoch, std::size_t label) {
 void Driver::end_group() { run(note(calls::EndGroup{}, engine.end_group())); }
 
 Saved Driver::pack(Storage storage, const ViewMeta& view, EpochId epoch, StreamRef stream,
-                   std::shared_ptr<Counter> counter, std::size_t label) {
+                   std::shared_ptr<Counter> counter, std::size_t label, SavedIn in) {
   Saved saved;
   saved.view = view;
   saved.counter = counter != nullptr ? std::move(counter) : storage->counter;
   saved.version = saved.counter->load();
   saved.bytes = device.read(*storage, extent(view), stream);
   const StorageRef ref = storage->ref;
-  return save(std::move(storage), std::move(saved), {ref, view, saved.version, epoch, label, stream, false, false});
+  return save(std::move(storage), std::move(saved),
+              {.storage = ref,
+               .view = view,
+               .version = saved.version,
+               .epoch = epoch,
+               .label = label,
+               .run = in.run,
+               .on_request = in.on_request,
+               .stream = stream});
 }
 
 Saved Driver::save(Storage storage, Saved saved, SaveRequest request) {
@@ -96,6 +104,33 @@ void Driver::drop(const Saved& saved) {
 }
 
 void Driver::end_pass(PassId pass) { run(note(calls::EndPass{pass}, engine.end_pass(pass))); }
+
+RunId Driver::open_run(std::size_t label) {
+  const RunId run = engine.open_run(label);
+  if (options_.record) journal.push_back({calls::OpenRun{label}, std::to_string(value(run))});
+  return run;
+}
+
+void Driver::request(RunId run, std::uint64_t identity) {
+  engine.request(run, identity);
+  if (options_.record) journal.push_back({calls::Request{run, identity}, ""});
+}
+
+void Driver::offload_run(RunId id) { run(note(calls::OffloadRun{id}, engine.offload_run(id))); }
+
+void Driver::let_go_run(RunId id) { run(note(calls::LetGoRun{id}, engine.let_go_run(id))); }
+
+void Driver::load_run(RunId id) { run(note(calls::LoadRun{id}, engine.load_run(id))); }
+
+void Driver::order_after_run(RunId id, StreamRef stream) {
+  run(note(calls::OrderAfterRun{id, stream}, engine.order_after_run(id, stream)));
+}
+
+void Driver::release_run(RunId id) { run(note(calls::ReleaseRun{id}, engine.release_run(id))); }
+
+void Driver::keep_run(RunId id) { run(note(calls::KeepRun{id}, engine.keep_run(id))); }
+
+void Driver::close_run(RunId id) { run(note(calls::CloseRun{id}, engine.close_run(id))); }
 
 void Driver::recover() { run(engine.recover(held())); }
 

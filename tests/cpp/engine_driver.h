@@ -32,6 +32,12 @@ struct Saved {
   Storage kept;                     // kKept only
 };
 
+// Where a tensor is saved, beside its epoch.
+struct SavedIn {
+  RunId run{};
+  bool on_request = false;
+};
+
 struct DriverOptions {
   EngineConfig config{};
   std::uint64_t tier_capacity = 1 << 20;
@@ -55,11 +61,20 @@ class Driver {
   void end_group();
   // `storage` is let go of before the commands run: move it in where nobody else holds it.
   Saved pack(Storage storage, const ViewMeta& view, EpochId epoch, StreamRef stream = {},
-             std::shared_ptr<Counter> counter = nullptr, std::size_t label = 0);
+             std::shared_ptr<Counter> counter = nullptr, std::size_t label = 0, SavedIn in = {});
   // The storage that the view lies in, its bytes compared with what was saved. Null when it could not be loaded.
   Storage unpack(const Saved& saved, PassId pass, StreamRef stream = {});
   void drop(const Saved& saved);
   void end_pass(PassId pass);
+  RunId open_run(std::size_t label = 1);
+  void request(RunId run, std::uint64_t identity);
+  void offload_run(RunId run);
+  void let_go_run(RunId run);
+  void load_run(RunId run);
+  void order_after_run(RunId run, StreamRef stream);
+  void release_run(RunId run);
+  void keep_run(RunId run);
+  void close_run(RunId run);
   // What has not been started or reported is given up; copies that are held are not.
   void recover();
   void run(const Commands& commands);

@@ -53,7 +53,7 @@ class RandomSession {
 
   void step() {
     check_bounds();
-    switch (below(24)) {
+    switch (below(26)) {
       case 0:
       case 1:
       case 2:
@@ -94,6 +94,9 @@ class RandomSession {
         return streams_ ? change_stream() : fail();
       case 22:
         return recover();
+      case 23:
+      case 24:
+        return run();
       default:
         return backward();
     }
@@ -215,9 +218,9 @@ class RandomSession {
     const std::uint64_t identity = storage->ref.identity;
     used_here(*storage);
     if (last_use) forget(tensor);
-    packed_.push_back(
-        {driver_->pack(std::move(storage), view, epoch_, stream_, content->counters[one], in_group_ ? label_ : 0),
-         content, content->writes, identity});
+    packed_.push_back({driver_->pack(std::move(storage), view, epoch_, stream_, content->counters[one],
+                                     in_group_ ? label_ : 0, any_run()),
+                       content, content->writes, identity});
     ++packs_;
     const Saved& saved = packed_.back().saved;
     if (saved.outcome != SaveOutcome::kKept) content->seen[saved.storage] |= 1u << one;
@@ -304,6 +307,39 @@ class RandomSession {
     in_group_ = !in_group_;
   }
 
+  SavedIn any_run() {
+    if (runs_.empty() || below(2) == 0) return {};
+    return {.run = runs_[below(runs_.size())], .on_request = below(8) == 0};
+  }
+
+  void run() {
+    if (runs_.size() < 3 || below(8) == 0) runs_.push_back(driver_->open_run(1 + below(4)));
+    if (runs_.size() > 4) {
+      if (below(2) == 0) driver_->close_run(runs_.front());
+      runs_.erase(runs_.begin());
+    }
+    const RunId run = runs_[below(runs_.size())];
+    switch (below(8)) {
+      case 0:
+        return driver_->let_go_run(run);
+      case 1:
+      case 2:
+        return driver_->load_run(run);
+      case 3:
+        return driver_->order_after_run(run, stream_);
+      case 4:
+        return driver_->release_run(run);
+      case 5:
+        if (below(4) == 0) driver_->keep_run(run);
+        return;
+      case 6:
+        if (Tensor* tensor = pick(tensors_)) driver_->request(run, tensor->storage->ref.identity);
+        return;
+      default:
+        return driver_->offload_run(run);
+    }
+  }
+
   // The next copy, whatever it is; or an allocation.
   void fail() {
     if (below(4) != 0) return;
@@ -339,6 +375,7 @@ class RandomSession {
   std::vector<Tensor> tensors_;
   std::vector<Packed> packed_;
   std::uint64_t packs_ = 0;
+  std::vector<RunId> runs_;
   std::size_t label_ = 0;
   bool in_group_ = false;
   bool failed_ = false;
