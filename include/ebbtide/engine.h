@@ -15,6 +15,7 @@
 #include <optional>
 #include <tuple>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "ebbtide/block_space.h"
@@ -157,6 +158,7 @@ class Engine {
   };
   struct RunningCopy {
     Hop hop{};
+    DeviceId device{};  // kOffload
     std::vector<Moved> moved;
     ParcelId parcel{};  // kOffload, kSpill, kFetch
     std::uint64_t crossings = 0;
@@ -208,6 +210,8 @@ class Engine {
   void claim(Entry& entry, TicketRecord& ticket, PassId pass);
   void begin_claims(Entry& entry, PassId pass);
   void order_after_load(Entry& entry, StreamRef stream, Commands& commands);
+  void give_out(Entry& entry, PassId pass, Commands& commands);
+  [[nodiscard]] std::uint64_t given_out_bytes();
   void give_saved(Entry& entry, Commands& commands);
   void prepare_for_writes(Entry& entry, Commands& commands);
   void fail_guesses(Commands& commands);
@@ -215,6 +219,8 @@ class Engine {
   [[nodiscard]] bool may_guess(DeviceId device, std::uint64_t nbytes);
   [[nodiscard]] static bool left_over(const Entry& entry);
   void release_left_over(Commands& commands);
+  [[nodiscard]] bool retains(const Entry& entry) const;
+  void release_retained(std::uint64_t least_bytes, Commands& commands);
   void no_longer_guess(Entry& entry);
   void release_restored(Entry& entry, Commands& commands);
   void release_unclaimed(Commands& commands);
@@ -275,6 +281,10 @@ class Engine {
   std::map<DeviceId, std::uint64_t> guessed_bytes_;
   // How far back guesses have come, by pass, epoch and device: a `need`.
   std::map<std::tuple<PassId, EpochId, DeviceId>, std::uint64_t> guessed_to_;
+  // The backwards that run, by epoch and pass: the smallest `need` asked for.
+  std::map<std::pair<EpochId, PassId>, std::uint64_t> backwards_;
+  std::deque<std::pair<StorageId, std::uint64_t>> given_out_;  // the last few, with their bytes
+  std::deque<StorageId> retained_;  // oldest first, some of them not any more
   std::uint64_t last_group_ = 0;
   std::uint64_t running_groups_ = 0;
   std::map<EpochId, std::uint64_t> groups_in_epoch_;

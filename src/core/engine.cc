@@ -190,7 +190,9 @@ void Engine::finish_copy(CopyId copy, bool ok, const std::vector<ProbeAnswer>& a
 }
 
 void Engine::set_lease(Entry& entry, Lease lease) {
-  const auto in_flight = [](Lease of) { return of == Lease::kInFlight || of == Lease::kRoom; };
+  const auto in_flight = [](Lease of) { 
+    return of == Lease::kInFlight || of == Lease::kRoom || of == Lease::kRetained;
+  };
   if (in_flight(entry.lease) != in_flight(lease)) {
     in_flight(lease) ? in_flight_bytes_ += entry.source.nbytes : in_flight_bytes_ -= entry.source.nbytes;
   }
@@ -207,9 +209,15 @@ void Engine::set_lease(Entry& entry, Lease lease) {
   note_peak();
 }
 
+// Let go of in the order of the copy stream: free when what is queued there by now is done.
 void Engine::linger(const Entry& entry) {
-  copies_.at(entry.offload).lingering_bytes += entry.source.nbytes;
-  lingering_bytes_ += entry.source.nbytes;
+  for (auto it = copies_.rbegin(); it != copies_.rend(); ++it) {
+    RunningCopy& running = it->second;
+    if (running.hop != Hop::kOffload || running.device != entry.source.device) continue;
+    running.lingering_bytes += entry.source.nbytes;
+    lingering_bytes_ += entry.source.nbytes;
+    return;
+  }
 }
 
 void Engine::note_peak() { peak_held_bytes_ = held_bytes() == 0 ? 0 : std::max(peak_held_bytes_, held_bytes()); }
