@@ -220,6 +220,7 @@ class Engine {
   [[nodiscard]] static bool left_over(const Entry& entry);
   void release_left_over(Commands& commands);
   [[nodiscard]] bool retains(const Entry& entry) const;
+  void retain(Entry& entry);
   void release_retained(std::uint64_t least_bytes, Commands& commands);
   void no_longer_guess(Entry& entry);
   void release_restored(Entry& entry, Commands& commands);
@@ -284,7 +285,7 @@ class Engine {
   // The backwards that run, by epoch and pass: the smallest `need` asked for.
   std::map<std::pair<EpochId, PassId>, std::uint64_t> backwards_;
   std::deque<std::pair<StorageId, std::uint64_t>> given_out_;  // the last few, with their bytes
-  std::deque<StorageId> retained_;  // oldest first, some of them not any more
+  std::deque<StorageId> retained_;                             // oldest first, some of them not any more
   std::uint64_t last_group_ = 0;
   std::uint64_t running_groups_ = 0;
   std::map<EpochId, std::uint64_t> groups_in_epoch_;

@@ -1,6 +1,7 @@
 #include "ebbtide/engine.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "ebbtide/error.h"
 
@@ -66,7 +67,7 @@ Commands Engine::drop(TicketId ticket) {
     finish_entry(entry, commands);
     retry_waiting(commands);
   } else if (value(entry.pass) != 0 && unserved && entry.unserved > 0 && --entry.unserved == 0) {
-    release_restored(entry, commands);
+    give_out(entry, entry.pass, commands);
   }
   return commands;
 }
@@ -76,6 +77,8 @@ Commands Engine::recover(const std::vector<CopyId>& running) {
   Commands commands;
   growing_ = false;
   running_groups_ = 0;
+  backwards_.clear();
+  release_retained(std::numeric_limits<std::uint64_t>::max(), commands);
   std::vector<CopyId> lost;
   for (const auto& [copy, of] : copies_) {
     if (std::find(running.begin(), running.end(), copy) == running.end()) lost.push_back(copy);
@@ -190,7 +193,7 @@ void Engine::finish_copy(CopyId copy, bool ok, const std::vector<ProbeAnswer>& a
 }
 
 void Engine::set_lease(Entry& entry, Lease lease) {
-  const auto in_flight = [](Lease of) { 
+  const auto in_flight = [](Lease of) {
     return of == Lease::kInFlight || of == Lease::kRoom || of == Lease::kRetained;
   };
   if (in_flight(entry.lease) != in_flight(lease)) {

@@ -302,14 +302,13 @@ bool Engine::finish_offload(Entry& entry, const Moved& moved, ParcelId parcel, b
       entry.valid.add(part.range);
     }
     count_offloaded(moved);
-    if (entry.missing().empty() && !entry.dying && !held_by_others(entry, answer) && retains(entry)) {
-      set_lease(entry, Lease::kRetained);
-      retained_.push_back(entry.id);
-    } else if (entry.missing().empty()) {
+    if (!entry.missing().empty()) {
+      due_.push_back(entry.id);
+    } else if (!entry.dying && !held_by_others(entry, answer) && retains(entry)) {
+      retain(entry);
+    } else {
       (held_by_others(entry, answer) ? stats_.unfreed_bytes : stats_.freed_bytes) += entry.source.nbytes;
       release_lease(entry, commands);
-    } else {
-      due_.push_back(entry.id);
     }
   }
   if (entry.dying) finish_entry(entry, commands);

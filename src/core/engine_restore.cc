@@ -153,6 +153,16 @@ bool Engine::retains(const Entry& entry) const {
   return false;
 }
 
+void Engine::retain(Entry& entry) {
+  const auto retained = [this](StorageId id) {
+    const Entry* found = registry_.find(id);
+    return found != nullptr && found->lease == Lease::kRetained;
+  };
+  while (!retained_.empty() && !retained(retained_.front())) retained_.pop_front();
+  set_lease(entry, Lease::kRetained);
+  retained_.push_back(entry.id);
+}
+
 // Lets go of retained storages, of those needed last first.
 void Engine::release_retained(std::uint64_t least_bytes, Commands& commands) {
   for (std::uint64_t released = 0; released < least_bytes && !retained_.empty(); retained_.pop_front()) {
@@ -169,7 +179,7 @@ void Engine::prefetch(const Entry& after, PassId pass, Commands& commands) {
   backward->second = std::min(backward->second, after.need);
   const bool by_groups = config_.prefetch_groups && after.group_in_epoch > 0;
   const std::uint64_t in_use = given_out_bytes();
-  std::uint64_t ahead = 0;
+  std::uint64_t ahead = after.restored == Restored::kAllocating ? after.restored_valid.span().end : 0;
   for (const auto& [device, window] : windows_) {
     bool hole = false;
     // A group may be asked for from its middle on.
@@ -184,11 +194,14 @@ void Engine::prefetch(const Entry& after, PassId pass, Commands& commands) {
         if (wants_load(entry, pass)) {
           // In order of need: what does not fit is not overtaken by an older one.
           const std::uint64_t nbytes = entry.valid.span().end;
-          const bool fits = config_.prefetch_groups && held_bytes() + in_use + ahead + nbytes <= peak_held_bytes_;
+          const std::uint64_t most = by_groups ? peak_held_bytes_ : std::max(peak_held_bytes_, config_.prefetch_bytes);
+          const bool fits = held_bytes() + in_use + ahead + nbytes <= most;
           if (by_groups) {
             const bool near = entry.group_in_epoch + *config_.prefetch_groups >= after.group_in_epoch;
             if (!near && !fits) return false;
-          } else if (!fits && !may_guess(device, nbytes)) {
+          } else if (config_.prefetch_groups) {
+            if (!fits && guessed_bytes_[device] > 0) return false;
+          } else if (!may_guess(device, nbytes)) {
             release_left_over(commands);
             if (!may_guess(device, nbytes)) return false;
           }
@@ -241,6 +254,7 @@ void Engine::release_restored(Entry& entry, Commands& commands) {
 
 void Engine::release_unclaimed(Commands& commands) {
   fail_guesses(commands);
+  backwards_.clear();  // until the next restore nothing is retained
   release_retained(std::numeric_limits<std::uint64_t>::max(), commands);
   registry_.for_each([&](Entry& entry) {
     release_restored(entry, commands);
@@ -269,6 +283,7 @@ Commands Engine::end_pass(PassId pass) {
   const std::lock_guard lock(mutex_);
   Commands commands;
   std::erase_if(guessed_to_, [pass](const auto& item) { return std::get<PassId>(item.first) == pass; });
+  given_out_.clear();
   std::erase_if(backwards_, [pass](const auto& item) { return item.first.second == pass; });
   registry_.for_each([&](Entry& entry) {
     if (entry.lease == Lease::kRetained && !retains(entry)) release_lease(entry, commands);

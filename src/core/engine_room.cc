@@ -84,7 +84,8 @@ void Engine::move(const Parcel& parcel, Hop hop, Commands& commands) {
   const Place& src = hop == Hop::kSpill ? parcel.block.place : parcel.backing.place;
   const Place& dst = hop == Hop::kSpill ? parcel.backing.place : parcel.block.place;
   const std::vector<StorageId> storages = {parcel.members.front()};
-  copies_[parcel.moving] = {.hop = hop, .device = {}, .moved = {{storages.front(), parcel.nbytes, 0}}, .parcel = parcel.id};
+  copies_[parcel.moving] = {
+      .hop = hop, .device = {}, .moved = {{storages.front(), parcel.nbytes, 0}}, .parcel = parcel.id};
   commands.push_back({.kind = CommandKind::kCopy,
                       .storage = storages.front(),
                       .copy = parcel.moving,
