@@ -9,10 +9,12 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <tuple>
 #include <unordered_map>
 #include <utility>
@@ -147,6 +149,8 @@ class Engine {
   // By label; the first is what was saved outside of groups.
   [[nodiscard]] std::vector<GroupStats> group_stats() const;
   void reset_stats();
+  // How many parcels were looked at so far to find some that may move on into the backing.
+  [[nodiscard]] std::uint64_t spill_looks() const;
 
  private:
   // Storages may be forgotten before their copy is seen done.
@@ -199,7 +203,8 @@ class Engine {
   // Whether something was begun, or is running, that will make room.
   [[nodiscard]] bool make_room(std::uint64_t nbytes, Commands& commands);
   void spill_ahead(Commands& commands);
-  void spill(Parcel& parcel, Commands& commands);
+  void spill_while(const std::function<bool()>& more, Commands& commands);
+  [[nodiscard]] bool spill(Parcel& parcel, Commands& commands);
   void move(const Parcel& parcel, Hop hop, Commands& commands);
   void retry_waiting(Commands& commands);
   void finish_move(Hop hop, ParcelId id, bool ok, Commands& commands);
@@ -264,7 +269,9 @@ class Engine {
   std::deque<StorageId> due_;             // parked, or with bytes saved while a copy ran
   std::map<CopyId, RunningCopy> copies_;  // oldest first
   std::map<ParcelId, Parcel> parcels_;    // oldest first
-  std::map<CopyId, Load> loads_;          // not done
+  std::set<ParcelId> spillable_;          // oldest first; some of them not any more
+  std::uint64_t spill_looks_ = 0;
+  std::map<CopyId, Load> loads_;  // not done
   std::vector<StorageId> gathering_;
   std::uint64_t gathering_bytes_ = 0;
   std::deque<std::vector<StorageId>> waiting_offloads_;  // for room, each to cross together

@@ -134,6 +134,11 @@ std::vector<GroupStats> Engine::group_stats() const {
   return group_stats_;
 }
 
+std::uint64_t Engine::spill_looks() const {
+  const std::lock_guard lock(mutex_);
+  return spill_looks_;
+}
+
 void Engine::reset_stats() {
   const std::lock_guard lock(mutex_);
   stats_.reset();
