@@ -10,7 +10,8 @@ A schedule decides which storages are copied out, when, and when they come back.
   before what it reads is there.
 
 The optimum lies between two numbers. ``lower_bound`` is passed by no schedule: the longest path over the starts of
-all operations, where besides computing the link separates any two of them. Between the starts of operations j and k,
+all operations, where besides computing the link separates any two of them. Between the end of operation j, until which
+what it uses takes memory, and the start of k,
 
 - what is alive at k, less what existed at j and less the limit, had to leave;
 - what existed at j and is used from j to k, less the limit, had to come back.
@@ -104,7 +105,7 @@ def lower_bound(problem: Problem) -> float:
                 earliest,
                 start[k - 1] + times[k - 1],
                 float(np.max(start[:k] + times[:k] + leaves / bandwidth)),
-                float(np.max(start[:k] + comes / bandwidth)),
+                float(np.max(start[:k] + times[:k] + comes / bandwidth)),
             )
         start[k] = earliest
     return float(start[-1] + times[-1])

@@ -9,6 +9,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -187,6 +188,8 @@ class Engine {
   // By label; the first is what was saved outside of groups.
   [[nodiscard]] std::vector<GroupStats> group_stats() const;
   void reset_stats();
+  // How many parcels were looked at so far to find some that may move on into the backing.
+  [[nodiscard]] std::uint64_t spill_looks() const;
 
  private:
   struct Run {
@@ -202,6 +205,7 @@ class Engine {
   };
   struct RunningCopy {
     Hop hop{};
+    DeviceId device{};  // kOffload
     std::vector<Moved> moved;
     ParcelId parcel{};  // kOffload, kSpill, kFetch
     std::uint64_t crossings = 0;
@@ -249,7 +253,8 @@ class Engine {
   // Whether something was begun, or is running, that will make room.
   [[nodiscard]] bool make_room(std::uint64_t nbytes, Commands& commands);
   void spill_ahead(Commands& commands);
-  void spill(Parcel& parcel, Commands& commands);
+  void spill_while(const std::function<bool()>& more, Commands& commands);
+  [[nodiscard]] bool spill(Parcel& parcel, Commands& commands);
   void move(const Parcel& parcel, Hop hop, Commands& commands);
   void retry_waiting(Commands& commands);
   void finish_move(Hop hop, ParcelId id, bool ok, Commands& commands);
@@ -260,6 +265,8 @@ class Engine {
   void claim(Entry& entry, TicketRecord& ticket, PassId pass);
   void begin_claims(Entry& entry, PassId pass);
   void order_after_load(Entry& entry, StreamRef stream, Commands& commands);
+  void give_out(Entry& entry, PassId pass, Commands& commands);
+  [[nodiscard]] std::uint64_t given_out_bytes();
   void give_saved(Entry& entry, Commands& commands);
   void prepare_for_writes(Entry& entry, Commands& commands);
   void fail_guesses(Commands& commands);
@@ -267,6 +274,9 @@ class Engine {
   [[nodiscard]] bool may_guess(DeviceId device, std::uint64_t nbytes);
   [[nodiscard]] static bool left_over(const Entry& entry);
   void release_left_over(Commands& commands);
+  [[nodiscard]] bool retains(const Entry& entry) const;
+  void retain(Entry& entry);
+  void release_retained(std::uint64_t least_bytes, Commands& commands);
   void no_longer_guess(Entry& entry);
   void release_restored(Entry& entry, Commands& commands);
   void release_unclaimed(Commands& commands);
@@ -310,6 +320,8 @@ class Engine {
   std::map<CopyId, RunningCopy> copies_;  // oldest first
   std::map<ParcelId, Parcel> parcels_;    // oldest first
   std::map<RunId, Run> runs_;
+  std::set<ParcelId> spillable_;  // oldest first; some of them not any more
+  std::uint64_t spill_looks_ = 0;
   std::map<CopyId, Load> loads_;  // not done
   std::vector<StorageId> gathering_;
   std::uint64_t gathering_bytes_ = 0;
@@ -328,6 +340,10 @@ class Engine {
   std::map<DeviceId, std::uint64_t> guessed_bytes_;
   // How far back guesses have come, by pass, epoch and device: a `need`.
   std::map<std::tuple<PassId, EpochId, DeviceId>, std::uint64_t> guessed_to_;
+  // The backwards that run, by epoch and pass: the smallest `need` asked for.
+  std::map<std::pair<EpochId, PassId>, std::uint64_t> backwards_;
+  std::deque<std::pair<StorageId, std::uint64_t>> given_out_;  // the last few, with their bytes
+  std::deque<StorageId> retained_;                             // oldest first, some of them not any more
   std::uint64_t last_group_ = 0;
   std::uint64_t last_run_ = 0;
   std::uint64_t running_groups_ = 0;

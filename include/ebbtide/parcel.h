@@ -33,6 +33,8 @@ struct Parcel {
 
   [[nodiscard]] bool in_space() const { return block.nbytes > 0 && !fetching; }
   [[nodiscard]] bool idle() const { return value(filling) == 0 && value(moving) == 0 && readers == 0; }
+  // Has bytes in the space that may be moved on.
+  [[nodiscard]] bool spillable() const { return block.nbytes > 0 && backing.nbytes == 0 && idle(); }
   bool fetching = false;  // `moving` goes from the backing to `block`
 };
 

@@ -25,6 +25,7 @@ enum class Lease : std::uint8_t {
   kGathering,  // nobody else holds it, waits for company to cross with
   kRoom,       // waits for room in the space
   kInFlight,   // a copy is running
+  kRetained,   // every wanted byte has a copy, but a backward that has begun is about to ask for it
   kPinned,     // stays on the device for as long as a ticket lives
 };
 

@@ -1,6 +1,7 @@
 #include "ebbtide/engine.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "ebbtide/error.h"
 
@@ -66,7 +67,7 @@ Commands Engine::drop(TicketId ticket) {
     finish_entry(entry, commands);
     retry_waiting(commands);
   } else if (value(entry.pass) != 0 && unserved && entry.unserved > 0 && --entry.unserved == 0) {
-    release_restored(entry, commands);
+    give_out(entry, entry.pass, commands);
   }
   return commands;
 }
@@ -76,6 +77,8 @@ Commands Engine::recover(const std::vector<CopyId>& running) {
   Commands commands;
   growing_ = false;
   running_groups_ = 0;
+  backwards_.clear();
+  release_retained(std::numeric_limits<std::uint64_t>::max(), commands);
   std::vector<CopyId> lost;
   for (const auto& [copy, of] : copies_) {
     if (std::find(running.begin(), running.end(), copy) == running.end()) lost.push_back(copy);
@@ -129,6 +132,11 @@ Stats Engine::stats() const {
 std::vector<GroupStats> Engine::group_stats() const {
   const std::lock_guard lock(mutex_);
   return group_stats_;
+}
+
+std::uint64_t Engine::spill_looks() const {
+  const std::lock_guard lock(mutex_);
+  return spill_looks_;
 }
 
 void Engine::reset_stats() {
@@ -190,7 +198,9 @@ void Engine::finish_copy(CopyId copy, bool ok, const std::vector<ProbeAnswer>& a
 }
 
 void Engine::set_lease(Entry& entry, Lease lease) {
-  const auto in_flight = [](Lease of) { return of == Lease::kInFlight || of == Lease::kRoom; };
+  const auto in_flight = [](Lease of) {
+    return of == Lease::kInFlight || of == Lease::kRoom || of == Lease::kRetained;
+  };
   if (in_flight(entry.lease) != in_flight(lease)) {
     in_flight(lease) ? in_flight_bytes_ += entry.source.nbytes : in_flight_bytes_ -= entry.source.nbytes;
   }
@@ -207,9 +217,15 @@ void Engine::set_lease(Entry& entry, Lease lease) {
   note_peak();
 }
 
+// Let go of in the order of the copy stream: free when what is queued there by now is done.
 void Engine::linger(const Entry& entry) {
-  copies_.at(entry.offload).lingering_bytes += entry.source.nbytes;
-  lingering_bytes_ += entry.source.nbytes;
+  for (auto it = copies_.rbegin(); it != copies_.rend(); ++it) {
+    RunningCopy& running = it->second;
+    if (running.hop != Hop::kOffload || running.device != entry.source.device) continue;
+    running.lingering_bytes += entry.source.nbytes;
+    lingering_bytes_ += entry.source.nbytes;
+    return;
+  }
 }
 
 void Engine::note_peak() { peak_held_bytes_ = held_bytes() == 0 ? 0 : std::max(peak_held_bytes_, held_bytes()); }

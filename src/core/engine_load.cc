@@ -169,7 +169,8 @@ void Engine::start_load(CopyId id, Commands& commands) {
     if (value(from.filling) != 0) command.after_copies.push_back(from.filling);
   }
   command.plan = packed ? plan_packed_restore(parts, whole) : plan_restore(parts.front().spans, parts.front().storage);
-  RunningCopy running{.hop = Hop::kLoad, .moved = {}, .parcel = {}, .crossings = crossing_copies(command.plan)};
+  RunningCopy running{
+      .hop = Hop::kLoad, .device = {}, .moved = {}, .parcel = {}, .crossings = crossing_copies(command.plan)};
   for (const StorageId member : load.members) {
     const Entry& entry = *registry_.find(member);
     running.moved.push_back({member, entry.restored_valid.nbytes(), entry.label});

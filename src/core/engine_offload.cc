@@ -179,7 +179,11 @@ bool Engine::start_offload(const std::vector<Entry*>& entries, Commands& command
   command.plan = packed ? plan_packed_offload(parts, layout, block->place)
                         : plan_offload(parts.front().storage, parts.front().ranges, block->place);
   std::map<StreamRef, EventId> after;
-  RunningCopy running{.hop = Hop::kOffload, .moved = {}, .parcel = id, .crossings = crossing_copies(command.plan)};
+  RunningCopy running{.hop = Hop::kOffload,
+                      .device = entries.front()->source.device,
+                      .moved = {},
+                      .parcel = id,
+                      .crossings = crossing_copies(command.plan)};
   for (std::size_t i = 0; i < entries.size(); ++i) {
     Entry& entry = *entries[i];
     entry.offload = copy;
@@ -202,6 +206,9 @@ bool Engine::start_offload(const std::vector<Entry*>& entries, Commands& command
 }
 
 void Engine::bound_in_flight(Commands& commands) {
+  if (in_flight_bytes_ > config_.in_flight_bytes) {
+    release_retained(in_flight_bytes_ - config_.in_flight_bytes, commands);
+  }
   std::uint64_t in_flight = in_flight_bytes_;
   if (in_flight > config_.in_flight_bytes && !waiting_offloads_.empty() && !copies_.empty()) {
     // There will be room, if at all, when something that runs is done.
@@ -295,11 +302,13 @@ bool Engine::finish_offload(Entry& entry, const Moved& moved, ParcelId parcel, b
       entry.valid.add(part.range);
     }
     count_offloaded(moved);
-    if (entry.missing().empty()) {
+    if (!entry.missing().empty()) {
+      due_.push_back(entry.id);
+    } else if (!entry.dying && !held_by_others(entry, answer) && retains(entry)) {
+      retain(entry);
+    } else {
       (held_by_others(entry, answer) ? stats_.unfreed_bytes : stats_.freed_bytes) += entry.source.nbytes;
       release_lease(entry, commands);
-    } else {
-      due_.push_back(entry.id);
     }
   }
   if (entry.dying) finish_entry(entry, commands);

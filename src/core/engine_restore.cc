@@ -7,6 +7,13 @@
 
 namespace ebbtide {
 
+namespace {
+
+// As many as one operation may well have saved.
+constexpr std::size_t kGivenOut = 8;
+
+}  // namespace
+
 RestoreVerdict Engine::restore(TicketId ticket, PassId pass, bool live, bool shared, StreamRef stream) {
   const std::lock_guard lock(mutex_);
   TicketRecord* record = registry_.ticket(ticket);
@@ -57,9 +64,29 @@ RestoreVerdict Engine::restore(TicketId ticket, PassId pass, bool live, bool sha
                                         " are neither on the device nor in a tier: run the forward again");
   }
   claim(entry, *record, pass);
-  if (entry.unserved == 0) release_restored(entry, verdict.commands);
+  if (entry.unserved == 0) give_out(entry, pass, verdict.commands);
   if (value(pass) != 0) prefetch(entry, pass, verdict.commands);
   return verdict;
+}
+
+// Everybody has asked for the storage: whoever got it holds it.
+void Engine::give_out(Entry& entry, PassId pass, Commands& commands) {
+  const std::uint64_t before = stats_.device_bytes;
+  release_restored(entry, commands);
+  if (value(pass) != 0 && entry.lease == Lease::kRetained) release_lease(entry, commands);
+  if (stats_.device_bytes == before) return;
+  given_out_.emplace_back(entry.id, before - stats_.device_bytes);
+  if (given_out_.size() > kGivenOut) given_out_.pop_front();
+}
+
+// Of what was given out last: until its tickets are dropped, the operation that asked for it has not been issued.
+std::uint64_t Engine::given_out_bytes() {
+  std::uint64_t nbytes = 0;
+  for (const auto& [id, given] : given_out_) {
+    const Entry* entry = registry_.find(id);
+    if (entry != nullptr && !entry->leased() && !entry->restored_held) nbytes += given;
+  }
+  return nbytes;
 }
 
 // Whoever is given the saved storage may resize or write it.
@@ -115,9 +142,44 @@ void Engine::order_after_load(Entry& entry, StreamRef stream, Commands& commands
   commands.push_back({.kind = CommandKind::kRecordStream, .storage = entry.id, .copy = entry.load, .stream = stream});
 }
 
+// Whether a backward is about to ask for the storage: it stays on the device, where room for copies is left.
+bool Engine::retains(const Entry& entry) const {
+  if (in_flight_bytes_ + entry.source.nbytes > config_.in_flight_bytes) return false;
+  for (auto it = backwards_.lower_bound({entry.epoch, PassId{}}); it != backwards_.end(); ++it) {
+    const auto& [epoch, pass] = it->first;
+    if (epoch != entry.epoch) break;
+    if (entry.need <= it->second && (entry.pass != pass || entry.unserved > 0)) return true;
+  }
+  return false;
+}
+
+void Engine::retain(Entry& entry) {
+  const auto retained = [this](StorageId id) {
+    const Entry* found = registry_.find(id);
+    return found != nullptr && found->lease == Lease::kRetained;
+  };
+  while (!retained_.empty() && !retained(retained_.front())) retained_.pop_front();
+  set_lease(entry, Lease::kRetained);
+  retained_.push_back(entry.id);
+}
+
+// Lets go of retained storages, of those needed last first.
+void Engine::release_retained(std::uint64_t least_bytes, Commands& commands) {
+  for (std::uint64_t released = 0; released < least_bytes && !retained_.empty(); retained_.pop_front()) {
+    Entry* entry = registry_.find(retained_.front());
+    if (entry == nullptr || entry->lease != Lease::kRetained) continue;
+    released += entry->source.nbytes;
+    stats_.freed_bytes += entry->source.nbytes;
+    release_lease(*entry, commands);
+  }
+}
+
 void Engine::prefetch(const Entry& after, PassId pass, Commands& commands) {
+  const auto [backward, first] = backwards_.try_emplace({after.epoch, pass}, after.need);
+  backward->second = std::min(backward->second, after.need);
   const bool by_groups = config_.prefetch_groups && after.group_in_epoch > 0;
-  std::uint64_t ahead = 0;
+  const std::uint64_t in_use = given_out_bytes();
+  std::uint64_t ahead = after.restored == Restored::kAllocating ? after.restored_valid.span().end : 0;
   for (const auto& [device, window] : windows_) {
     bool hole = false;
     // A group may be asked for from its middle on.
@@ -132,9 +194,13 @@ void Engine::prefetch(const Entry& after, PassId pass, Commands& commands) {
         if (wants_load(entry, pass)) {
           // In order of need: what does not fit is not overtaken by an older one.
           const std::uint64_t nbytes = entry.valid.span().end;
+          const std::uint64_t most = by_groups ? peak_held_bytes_ : std::max(peak_held_bytes_, config_.prefetch_bytes);
+          const bool fits = held_bytes() + in_use + ahead + nbytes <= most;
           if (by_groups) {
             const bool near = entry.group_in_epoch + *config_.prefetch_groups >= after.group_in_epoch;
-            if (!near && held_bytes() + ahead + nbytes > peak_held_bytes_) return false;
+            if (!near && !fits) return false;
+          } else if (config_.prefetch_groups) {
+            if (!fits && guessed_bytes_[device] > 0) return false;
           } else if (!may_guess(device, nbytes)) {
             release_left_over(commands);
             if (!may_guess(device, nbytes)) return false;
@@ -189,6 +255,8 @@ void Engine::release_restored(Entry& entry, Commands& commands) {
 
 void Engine::release_unclaimed(Commands& commands) {
   fail_guesses(commands);
+  backwards_.clear();  // until the next restore nothing is retained
+  release_retained(std::numeric_limits<std::uint64_t>::max(), commands);
   registry_.for_each([&](Entry& entry) {
     release_restored(entry, commands);
     if (entry.guess_bytes > 0 && entry.restored == Restored::kLoading) {
@@ -216,7 +284,10 @@ Commands Engine::end_pass(PassId pass) {
   const std::lock_guard lock(mutex_);
   Commands commands;
   std::erase_if(guessed_to_, [pass](const auto& item) { return std::get<PassId>(item.first) == pass; });
+  given_out_.clear();
+  std::erase_if(backwards_, [pass](const auto& item) { return item.first.second == pass; });
   registry_.for_each([&](Entry& entry) {
+    if (entry.lease == Lease::kRetained && !retains(entry)) release_lease(entry, commands);
     if (entry.pass != pass) return;
     entry.pass = PassId{};
     entry.unserved = 0;

@@ -1,10 +1,18 @@
 // Room outside the device: blocks of the space, what is moved on into the backing to make room, and who waits for it.
 #include <algorithm>
+#include <functional>
 #include <utility>
 
 #include "ebbtide/engine.h"
 
 namespace ebbtide {
+
+namespace {
+
+// A backing that has refused so many parcels is full.
+constexpr int kRefusals = 8;
+
+}  // namespace
 
 std::optional<Block> Engine::take_block(std::uint64_t nbytes) {
   // What others have made the space reserve is no room of this engine's.
@@ -39,10 +47,7 @@ bool Engine::make_room(std::uint64_t nbytes, Commands& commands) {
     return true;
   }
   if (backing_ == nullptr) return false;
-  for (auto& [id, parcel] : parcels_) {
-    if (spilling_bytes_ >= nbytes) break;
-    spill(parcel, commands);
-  }
+  spill_while([&] { return spilling_bytes_ < nbytes; }, commands);
   // Whatever is running leaves a parcel that can be moved on afterwards.
   return !copies_.empty();
 }
@@ -61,30 +66,47 @@ Commands Engine::grown(bool ok) {
 void Engine::spill_ahead(Commands& commands) {
   if (backing_ == nullptr) return;
   const std::uint64_t full = config_.max_tier_bytes / 4 * 3;
-  for (auto& [id, parcel] : parcels_) {
-    if (stats_.tier_bytes - spilling_bytes_ <= full) return;
-    spill(parcel, commands);
+  spill_while([&] { return stats_.tier_bytes - spilling_bytes_ > full; }, commands);
+}
+
+// Moves idle parcels on, oldest first.
+void Engine::spill_while(const std::function<bool()>& more, Commands& commands) {
+  if (backing_failed_) return;
+  int refused = 0;
+  for (auto it = spillable_.begin(); it != spillable_.end() && more();) {
+    Parcel& parcel = parcels_.at(*it);
+    ++spill_looks_;
+    if (!parcel.spillable()) {
+      it = spillable_.erase(it);  // once it is idle, it comes back
+    } else if (spill(parcel, commands)) {
+      it = spillable_.erase(it);
+    } else if (++refused == kRefusals) {
+      return;
+    } else {
+      ++it;
+    }
   }
 }
 
-// Moves an idle parcel on; nothing where it is not idle, or there is no room behind.
-void Engine::spill(Parcel& parcel, Commands& commands) {
-  if (backing_failed_ || parcel.block.nbytes == 0 || parcel.backing.nbytes > 0 || !parcel.idle()) return;
+// Whether there was room behind.
+bool Engine::spill(Parcel& parcel, Commands& commands) {
   const std::optional<Block> backing = backing_->allocate(parcel.nbytes, config_.max_backing_bytes);
-  if (!backing) return;
+  if (!backing) return false;
   stats_.backing_bytes += backing->nbytes;
   stats_.peak_backing_bytes = std::max(stats_.peak_backing_bytes, stats_.backing_bytes);
   parcel.backing = *backing;
   parcel.moving = CopyId{++last_copy_};
   spilling_bytes_ += parcel.nbytes;
   move(parcel, Hop::kSpill, commands);
+  return true;
 }
 
 void Engine::move(const Parcel& parcel, Hop hop, Commands& commands) {
   const Place& src = hop == Hop::kSpill ? parcel.block.place : parcel.backing.place;
   const Place& dst = hop == Hop::kSpill ? parcel.backing.place : parcel.block.place;
   const std::vector<StorageId> storages = {parcel.members.front()};
-  copies_[parcel.moving] = {.hop = hop, .moved = {{storages.front(), parcel.nbytes, 0}}, .parcel = parcel.id};
+  copies_[parcel.moving] = {
+      .hop = hop, .device = {}, .moved = {{storages.front(), parcel.nbytes, 0}}, .parcel = parcel.id};
   commands.push_back({.kind = CommandKind::kCopy,
                       .storage = storages.front(),
                       .copy = parcel.moving,
@@ -138,8 +160,12 @@ void Engine::tidy(ParcelId id) {
   Parcel& parcel = found->second;
   const bool unused = parcel.members.empty();
   if (parcel.block.nbytes > 0 && (unused || parcel.backing.nbytes > 0)) give_block(parcel);
-  if (!unused) return;
+  if (!unused) {
+    if (backing_ != nullptr && parcel.spillable()) spillable_.insert(id);
+    return;
+  }
   if (parcel.backing.nbytes > 0) give_backing(parcel);
+  spillable_.erase(id);
   parcels_.erase(found);
 }
 

@@ -108,6 +108,9 @@ void Engine::want(Entry& entry, ByteRange range, const SaveRequest& request, Sav
   Window& window = windows_[entry.source.device];
   if (entry.lease == Lease::kWindow) {
     window.grow(entry.id, added);
+  } else if (entry.lease == Lease::kRetained) {
+    set_lease(entry, Lease::kDue);
+    due_.push_back(entry.id);
   } else if (!entry.leased()) {
     set_lease(entry, Lease::kWindow);
     window.push(entry.id, added, entry.group);
@@ -125,7 +128,8 @@ void Engine::follow(Entry& entry, const SaveRequest& request, bool new_bytes, Co
   }
   if (request.storage.identity != entry.source.identity) return order_after_load(entry, request.stream, commands);
   if (value(request.stream) == 0 || (!new_bytes && request.stream == entry.stream)) return;
-  if (!new_bytes && (!entry.leased() || entry.lease == Lease::kInFlight)) {
+  const bool copied = !entry.leased() || entry.lease == Lease::kInFlight || entry.lease == Lease::kRetained;
+  if (!new_bytes && copied) {
     // It is read on another stream than the first, and no copy comes after that.
     commands.push_back({.kind = CommandKind::kRecordStream, .storage = entry.id, .stream = request.stream});
     return;

@@ -94,6 +94,17 @@ TEST(EnginePrefetch, GuessesThatNobodyAskedForAreTheNextPassesAndGoWithTheirTick
   driver.expect_at_rest();
 }
 
+TEST(EnginePrefetch, TheEndOfThePassLetsGoOfWhatWasKeptForTicketsThatItDidNotAskFor) {
+  Driver driver({.config = {.prefetch_bytes = 0}});
+  const std::vector<Saved> views = offloaded(driver, kHalves);
+  EXPECT_NE(driver.unpack(views[0], kPass), nullptr);
+  EXPECT_EQ(driver.device.used_bytes(), 64u) << "for the other view";
+  driver.end_pass(kPass);
+  EXPECT_EQ(driver.device.used_bytes(), 0u);
+  for (const Saved& one : views) driver.drop(one);
+  driver.expect_at_rest();
+}
+
 TEST(EnginePrefetch, GuessesOfAPassThatIsOverMakeRoomForThoseOfAnother) {
   Driver driver({.config = kPrefetching});
   const std::vector<Saved> saved = offloaded_storages(driver, 5);

@@ -126,6 +126,43 @@ TEST_P(EngineBacking, FullItIsAsIfItWereNotThere) {
   restore_and_drop(driver, {saved[0], saved[1], saved[2]});
 }
 
+TEST_P(EngineBacking, WhatHasMovedOnIsNotLookedAtAgain) {
+  constexpr int kStorages = 1000;
+  for (const std::uint64_t backing : {kStorages * kBytes, 10 * kBytes}) {
+    Driver driver(options(backing));
+    std::vector<Saved> saved;
+    for (int i = 0; i < kStorages; ++i) {
+      saved.push_back(pack_storages(driver, 1).front());
+      if (i % 3 == 0) driver.complete_all();
+    }
+    driver.complete_all();
+    if (backing == kStorages * kBytes) {
+      EXPECT_EQ(host_full(driver), 0u);
+      EXPECT_LE(driver.engine.spill_looks(), 4u * kStorages);
+    } else {
+      EXPECT_EQ(host_full(driver), kStorages - 10 - kCap / kBytes) << "full";
+      EXPECT_LE(driver.engine.spill_looks(), 16u * kStorages);
+    }
+    for (const Saved& one : saved) driver.drop(one);
+    driver.complete_all();
+    driver.expect_at_rest();
+  }
+}
+
+TEST_P(EngineBacking, ABackingThatIsNearlyFullTakesWhatStillFits) {
+  Driver driver(options(kBytes / 2));
+  std::vector<Saved> saved = pack_storages(driver, 2);
+  for (const std::uint64_t nbytes : {kBytes / 2, kBytes, kBytes}) {
+    saved.push_back(driver.pack(filled(driver, nbytes), bytes_view(0, nbytes), EpochId{1}));
+  }
+  driver.complete_all();
+  EXPECT_EQ(driver.engine.stats().spilled_bytes, kBytes / 2);
+  EXPECT_EQ(host_full(driver), 0u);
+  for (const Saved& one : saved) driver.drop(one);
+  driver.complete_all();
+  driver.expect_at_rest();
+}
+
 TEST_P(EngineBacking, AFailureToWriteLosesNothing) {
   Driver driver(options());
   driver.fail_next_copies(1, Hop::kSpill);

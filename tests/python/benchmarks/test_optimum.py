@@ -28,17 +28,17 @@ def test_memory_for_two_of_three() -> None:
     best = best_schedule(found)
     assert best is not None
     assert (best.step_s, best.moved_bytes, best.peak_bytes) == (8.0, 10, 20)
-    # The bound lets the load begin at the turn, into memory that is still in use then.
-    assert lower_bound(found) == 7.0
+    # The load begins when the first operation of backward has let go of its memory, in the bound too.
+    assert lower_bound(found) == 8.0
 
 
 def test_the_link_alone_decides_where_it_is_slow() -> None:
-    """Out 30 bytes from 1 on, in 30 bytes from the turn on (its first operation frees room), and what is at the ends."""
+    """Out 30 bytes from 1 on, in 30 bytes after backward's first operation has freed room, and what is at the ends."""
     found = problem([10] * 5, Link(1.0, 0.0), limit=20)
-    assert lower_bound(found) == 1 + 30 + 1 + 30 + 1
+    assert lower_bound(found) == 1 + 30 + 1 + 1 + 30 + 1
     best = best_schedule(found)
     assert best is not None
-    assert best.step_s == pytest.approx(1 + 30 + 1 + 1 + 30 + 1)
+    assert best.step_s == pytest.approx(lower_bound(found))
 
 
 def test_a_fast_link_hides_everything() -> None:
