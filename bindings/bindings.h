@@ -14,6 +14,8 @@ void bind_host_pool(nanobind::module_& m);
 void bind_spill_file(nanobind::module_& m);
 void bind_engine(nanobind::module_& m);
 void bind_host_executor(nanobind::module_& m);
+void bind_stream_copies(nanobind::module_& m);
+void bind_command_runner(nanobind::module_& m);
 void bind_malloc_threshold(nanobind::module_& m);
 void bind_lifetime(nanobind::module_& m);
 

@@ -6,11 +6,13 @@
 #include <nanobind/stl/vector.h>
 
 #include <chrono>
-#include <deque>
 #include <optional>
 #include <tuple>
 
 #include "bindings.h"
+#include "command_runner.h"
+#include "commands.h"
+#include "dropped.h"
 
 namespace nb = nanobind;
 
@@ -49,14 +51,6 @@ void bind_verdicts(nb::module_& m) {
       .def_prop_ro("commands", [](const RestoreVerdict& verdict) { return verdict.commands; });
 }
 
-// What the tickets of one engine share: it, and the commands that their ends gave and nobody has run yet.
-struct Dropped {
-  nb::object engine_object;
-  nb::object on_drop;
-  Engine& engine;
-  std::deque<Command> commands;
-};
-
 // Owns one ticket of the engine. Its end is a C++ destructor: no exception out of a signal handler can come before it.
 class TicketHold {
  public:
@@ -66,8 +60,7 @@ class TicketHold {
   ~TicketHold() {
     if (!usable()) return;
     for (Command& command : dropped_->engine.drop(ticket_)) dropped_->commands.push_back(std::move(command));
-    if (dropped_->commands.empty()) return;
-    call_in_destructor(dropped_->on_drop.ptr());
+    if (!dropped_->commands.empty()) call_in_destructor(dropped_->on_drop.ptr());
   }
 
  private:
@@ -99,14 +92,13 @@ struct Tickets {
       hold = nb::cast(new TicketHold(dropped, verdict.ticket), nb::rv_policy::take_ownership);
     }
     return nb::make_tuple(std::move(hold), verdict.reason, value(verdict.ticket), value(verdict.storage),
-                          verdict.outcome == SaveOutcome::kNew, verdict.lease, std::move(verdict.commands));
+                          verdict.outcome == SaveOutcome::kNew, verdict.lease,
+                          verdict.commands.empty() ? nb::none() : nb::cast(std::move(verdict.commands)));
   }
 
   nb::object pop_dropped() {
-    if (dropped->commands.empty()) return nb::none();
-    nb::object command = nb::cast(std::move(dropped->commands.front()));
-    dropped->commands.pop_front();
-    return command;
+    std::optional<Command> command = dropped->pop();
+    return command ? nb::cast(std::move(*command)) : nb::none();
   }
 };
 
@@ -236,7 +228,10 @@ void bind_engine(nb::module_& m) {
            nb::sig("def save(self, device: int, identity: int, address: int, nbytes: int, storage_offset: int, "
                    "itemsize: int, kind: int, sizes: tuple[int, ...], strides: tuple[int, ...], version: int, "
                    "epoch: int, label: int, stream: int, forced: bool, spoiled: bool) "
-                   "-> tuple[TicketHold | None, KeepReason, int, int, bool, bool, list[Command]]"))
+                   "-> tuple[TicketHold | None, KeepReason, int, int, bool, bool, Commands | None]"))
+      .def(
+          "run_dropped", [](Tickets& tickets, CommandRunner& runner) { runner.run_dropped(*tickets.dropped); },
+          nb::arg("runner"))
       .def("pop_dropped", &Tickets::pop_dropped, nb::sig("def pop_dropped(self) -> Command | None"));
 }
 

@@ -6,7 +6,7 @@ own objects and opaque to the session.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -85,8 +85,11 @@ class Streams(Protocol):
 
     def bytes_of(self, storage: Storage) -> Bytes: ...
 
-    def copy(self, dst: Bytes, src: Bytes) -> None:
-        """On the current stream. Page-locked and device memory only; the caller keeps both alive until it is done."""
+    def issue(
+        self, stream: int, after: Sequence[Event], copies: Sequence[tuple[Bytes, Bytes]]
+    ) -> Event:
+        """On the stream, after the events: copies, in order, the second of each pair into the first. Returns an event that
+        is done with them. Page-locked and device memory only; the caller keeps it alive until then."""
 
     def staging(self, nbytes: int, device: int) -> Bytes:
         """Device memory for the current stream alone. Dropped, its address is this stream's to use again, in order."""

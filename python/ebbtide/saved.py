@@ -17,7 +17,6 @@ class StorageEntry:
     """The framework's objects behind one entry of the engine."""
 
     __slots__ = (
-        "events",
         "last_witness",
         "leases",
         "load_errors",
@@ -40,7 +39,6 @@ class StorageEntry:
         self.leases: list[Storage] = []
         self.restored: dict[int, Storage] = {}
         self.restored_weak: Weak | None = None
-        self.events: list[int] = []  # recorded for copies of it
         self.streams: set[int] = set()  # that it was saved or given out on: it may be read there
         self.load_errors: dict[int, BaseException] = {}
         self.load_started = 0  # the last load that was, unless it failed

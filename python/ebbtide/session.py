@@ -59,6 +59,9 @@ class Session:
         self._min_bytes = options.min_bytes
         self.transfers = Transfers(framework, options)
         self._engine = self.transfers.engine
+        # What is asked for at every tensor: no more than there is to ask.
+        transfers = self.transfers
+        self._settle = transfers.settle if transfers.threads_copy else transfers.settle_streams
         self._labels: dict[str, int] = {}  # names of groups, from 1
         self._epochs: set[int] = set()
         self._passes: set[int] = set()
@@ -107,7 +110,7 @@ class Session:
         try:
             if process.unusable:
                 process.require_usable("pack")
-            self.transfers.settle()
+            self._settle()
             framework = self._framework
             reason = framework.keep_reason(tensor, weights)
             forced = False
@@ -179,11 +182,13 @@ class Session:
             intact = is_new or transfers.intact(entry)
             witness = self._witness(entry, tensor, version) if intact else None
         except BaseException:
-            transfers.run(commands)
+            if commands is not None:
+                transfers.run(commands)
             raise
         original = weakref.ref(tensor) if framework.replaceable(tensor) else None
         ticket = Ticket(self, ticket_id, hold, entry, view, witness, version, original)
-        transfers.run(commands)
+        if commands is not None:
+            transfers.run(commands)
         return ticket if intact else self._save(tensor, epoch, label, forced, spoiled=True)
 
     def _witness(self, entry: StorageEntry, tensor: Tensor, version: int) -> Witness:
@@ -214,7 +219,7 @@ class Session:
                 if found != expected:
                     raise InplaceModificationError(framework.modified_text(tensor, expected, found))
                 return tensor
-            self.transfers.settle()
+            self._settle()
             found = framework.version(saved.witness)
             original = saved.original() if saved.original is not None else None
             if original is not None and found == saved.version:
@@ -246,9 +251,9 @@ class Session:
 
     def _find(self, ticket: Ticket, allow_live: bool) -> Storage:
         """The storage that the ticket's view lies in: the saved one, or one that its bytes were loaded into."""
-        framework, engine, entry = self._framework, self._engine, ticket.entry
+        framework, transfers, entry = self._framework, self.transfers, ticket.entry
         pass_id = self._join_pass()
-        stream = self.transfers.current_stream(entry.ref.device)
+        stream = transfers.current_stream(entry.ref.device)
         short_of_memory = False
         while True:
             live = self._live(entry) if allow_live else None
@@ -256,41 +261,40 @@ class Session:
             shared = framework.lock(weak) if live is None and weak is not None else None
             if live is None and allow_live:
                 self._require_intact(entry)
-            verdict = engine.restore(
+            outcome, load, allocating, nbytes, residue, its_stream, commands = transfers.restore(
                 ticket.id, pass_id, live is not None, shared is not None, stream
             )
-            if verdict.outcome == _LIVE:
+            if outcome == _LIVE:
                 if stream != 0:
                     entry.streams.add(stream)
-                self.transfers.run(verdict.commands)
                 return live
-            if verdict.outcome == _SHARED:
-                self.transfers.run(verdict.commands)
-                if entry.restored_weak is not weak or verdict.load in entry.load_errors:
+            if outcome == _SHARED:
+                if entry.restored_weak is not weak or load in entry.load_errors:
                     continue  # another thread loaded it anew meanwhile, or failed to
                 return shared
-            if verdict.outcome == _LOAD:
+            if outcome == _LOAD:
+                assert commands is not None
                 try:
-                    storage = self.transfers.allocate(
-                        entry, verdict.load, verdict.nbytes, verdict.residue, verdict.stream
+                    storage = transfers.allocate(
+                        entry.storage_id, load, entry.ref.device, nbytes, residue, its_stream
                     )
                 except MemoryError as error:
-                    self.transfers.run(verdict.commands)
+                    transfers.run(commands)
                     if short_of_memory:
                         raise DeviceError(
-                            f"[unpack] no memory for a storage of {format_bytes(verdict.nbytes)} on "
+                            f"[unpack] no memory for a storage of {format_bytes(nbytes)} on "
                             f"{framework.device_type}; its copy is kept: free memory and run backward again "
                             "(retain_graph=True), or use a smaller batch"
                         ) from error
                     short_of_memory = True
                     continue
                 except BaseException:
-                    self.transfers.run(verdict.commands)  # others may wait for what they begin
+                    transfers.run(commands)  # others may wait for what they begin
                     raise
-                if self.transfers.load(entry, storage, verdict):
+                if transfers.load(entry, storage, load, its_stream, commands):
                     return storage
                 continue
-            self.transfers.wait_for_other(entry, verdict)
+            transfers.wait_for_other(entry, load, allocating)
 
     def _live(self, entry: StorageEntry) -> Storage | None:
         """The saved storage, where plain autograd would read the same bytes from it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -9,6 +10,10 @@ import torch
 
 # Without the checks of its public name, which accepts devices of any kind.
 _current_stream = getattr(torch._C, "_accelerator_getStream", torch.accelerator.current_stream)
+_set_stream = getattr(torch._C, "_accelerator_setStream", torch.accelerator.set_stream)
+_current_device = getattr(
+    torch._C, "_accelerator_getDeviceIndex", torch.accelerator.current_device_index
+)
 
 
 class TorchStreams:
@@ -84,8 +89,32 @@ class TorchStreams:
             self._empty[device] = empty
         return empty.detach().set_(storage)  # cheaper than a new tensor
 
-    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        dst.copy_(src, non_blocking=True)
+    def issue(
+        self,
+        stream: int,
+        after: Sequence[torch.Event],
+        copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    ) -> torch.Event:
+        on: Any = self._streams[stream]
+        device = on.device_index
+        for event in after:
+            on.wait_event(event)
+        if device == _current_device():
+            before = _current_stream(device)
+            try:
+                _set_stream(on)
+                for dst, src in copies:
+                    dst.copy_(src, True)
+            finally:
+                _set_stream(before)
+        else:
+            with self.on(stream):
+                for dst, src in copies:
+                    dst.copy_(src, True)
+        free = self._free_events.get(device)
+        event = free.pop() if free else torch.Event(device=on.device)
+        event.record(on)
+        return event
 
     def staging(self, nbytes: int, device: int) -> torch.Tensor:
         try:

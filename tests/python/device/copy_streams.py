@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from edge_cuts import FETCH, SPILL, command_replaced, replaced
 
 from ebbtide._core import CommandKind, Tier
-from ebbtide.stream_copies import StreamCopies
 from ebbtide.torch.framework import _streams
+from ebbtide.torch.streams import TorchStreams
 from ebbtide.transfers import Transfers
 
 
@@ -25,18 +25,16 @@ def run_all(control: Any, stream: torch.Stream) -> None:
         pass
 
 
-@contextlib.contextmanager
-def each_copy_at_once(control: Any) -> Iterator[None]:
+def each_copy_at_once(control: Any) -> contextlib.AbstractContextManager[None]:
     """Copies run as soon as order allows; else a copy is held back until something needs it."""
-    original = StreamCopies.submit
+    original = TorchStreams.issue
 
-    def submit(self: StreamCopies, command: Any, storages: Any, device: int) -> None:
-        original(self, command, storages, device)
-        stream = self._streams._stream(self._started[command.copy][1])
-        run_all(control, stream)
+    def issue(self: TorchStreams, stream: int, after: Any, copies: Any) -> torch.Event:
+        event = original(self, stream, after, copies)
+        run_all(control, self._stream(stream))
+        return event
 
-    with replaced(StreamCopies, "submit", submit):
-        yield
+    return replaced(TorchStreams, "issue", issue)
 
 
 def host_copies_seen(control: Any) -> contextlib.AbstractContextManager[None]:
@@ -47,7 +45,7 @@ def host_copies_seen(control: Any) -> contextlib.AbstractContextManager[None]:
             for src, dst, nbytes in command.spans(True):
                 tier, base, offset = src if command.hop == SPILL else dst
                 assert tier == int(Tier.HOST)
-                touched = transfers._pinned.slice(base, offset, nbytes)
+                touched = transfers.tiers.pinned.slice(base, offset, nbytes)
                 (control.host_reads if command.hop == SPILL else control.host_writes)(touched)
         original(transfers, command)
 

@@ -1,0 +1,22 @@
+// A list of commands stays C++ on its way from the engine to whoever runs it: it is no Python list.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "ebbtide/command.h"
+
+NB_MAKE_OPAQUE(ebbtide::Commands)
+
+namespace ebbtide::bindings {
+
+template <class Id>
+std::vector<std::uint64_t> numbers(const std::vector<Id>& ids) {
+  std::vector<std::uint64_t> all;
+  for (const Id id : ids) all.push_back(value(id));
+  return all;
+}
+
+}  // namespace ebbtide::bindings
