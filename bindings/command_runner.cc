@@ -84,12 +84,12 @@ CommandRunner::CommandRunner(const nb::object& engine, const nb::object& framewo
       copies_(copies.is_none() ? nullptr : &nb::cast<StreamCopies&>(copies)),
       entries_(std::move(entries)),
       elsewhere_(std::move(elsewhere)),
+      framework_(framework),
       streams_(framework.attr("streams")),
       unmoved_(framework.attr("unmoved")),
       holders_(framework.attr("holders")),
       version_(framework.attr("version")),
       address_(framework.attr("address")),
-      allocate_(framework.attr("allocate")),
       weak_(framework.attr("weak")),
       storage_ref_(framework.attr("storage_ref")) {
   if (streams_.is_none()) return;
@@ -302,12 +302,12 @@ nb::object CommandRunner::allocate(StorageId storage, CopyId load, std::int64_t 
                                    std::uint64_t residue, StreamRef stream) {
   try {
     if (copies_ == nullptr || nb::cast<std::uint64_t>(current_(device)) == value(stream)) {
-      return allocate_(nbytes, residue, device);
+      return framework_.attr("allocate")(nbytes, residue, device);
     }
     const nb::object context = on_(value(stream));
     context.attr("__enter__")();
     nb::object memory;
-    finally([&] { memory = allocate_(nbytes, residue, device); },
+    finally([&] { memory = framework_.attr("allocate")(nbytes, residue, device); },
             [&] { context.attr("__exit__")(nb::none(), nb::none(), nb::none()); });
     return memory;
   } catch (...) {

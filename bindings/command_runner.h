@@ -77,8 +77,8 @@ class CommandRunner {
   StreamCopies* copies_;
   std::unordered_set<CopyId> expected_;
   nanobind::dict entries_, elsewhere_;
-  nanobind::object streams_, record_stream_, on_, current_;
-  nanobind::object unmoved_, holders_, version_, address_, allocate_, weak_, storage_ref_;
+  nanobind::object framework_, streams_, record_stream_, on_, current_;
+  nanobind::object unmoved_, holders_, version_, address_, weak_, storage_ref_;
 };
 
 }  // namespace ebbtide::bindings

@@ -221,8 +221,8 @@ class EngineSchedule(Schedule):
 
     # --- the engine's commands
 
-    def _run(self, commands: Sequence[_core.Command]) -> None:
-        for command in commands:
+    def _run(self, commands: _core.Commands | list[_core.Command] | None) -> None:
+        for command in commands or ():
             self._commands[command.kind](command)
 
     def _run_dropped(self) -> None:

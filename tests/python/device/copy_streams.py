@@ -7,11 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from edge_cuts import FETCH, SPILL, command_replaced, replaced
+from edge_cuts import FETCH, SPILL, command_replaced
 
 from ebbtide._core import CommandKind, Tier
 from ebbtide.torch.framework import _streams
-from ebbtide.torch.streams import TorchStreams
 from ebbtide.transfers import Transfers
 
 
@@ -27,14 +26,13 @@ def run_all(control: Any, stream: torch.Stream) -> None:
 
 def each_copy_at_once(control: Any) -> contextlib.AbstractContextManager[None]:
     """Copies run as soon as order allows; else a copy is held back until something needs it."""
-    original = TorchStreams.issue
 
-    def issue(self: TorchStreams, stream: int, after: Any, copies: Any) -> torch.Event:
-        event = original(self, stream, after, copies)
-        run_all(control, self._stream(stream))
-        return event
+    def carry_out(original: Callable[..., None], transfers: Transfers, command: Any) -> None:
+        original(transfers, command)
+        if number := transfers._stream_copies.stream_of(command.copy):
+            run_all(control, transfers._streams._stream(number))
 
-    return replaced(TorchStreams, "issue", issue)
+    return command_replaced(CommandKind.COPY, carry_out)
 
 
 def host_copies_seen(control: Any) -> contextlib.AbstractContextManager[None]:
