@@ -22,7 +22,7 @@ constexpr ProbeAnswer kUnknown{.holders = 1, .same = false};
 // Names of attributes of ebbtide.saved.StorageEntry.
 struct Names {
   static nb::object make(const char* name) { return nb::steal(PyUnicode_InternFromString(name)); }
-  nb::object leases = make("leases"), ref = make("ref"), witnesses = make("witnesses"), streams = make("streams"),
+  nb::object leases = make("leases"), ref = make("ref"), witnesses = make("witnesses"),
              restored = make("restored"), restored_weak = make("restored_weak"), load_started = make("load_started");
 };
 
@@ -93,7 +93,6 @@ CommandRunner::CommandRunner(const nb::object& engine, const nb::object& framewo
       weak_(framework.attr("weak")),
       storage_ref_(framework.attr("storage_ref")) {
   if (streams_.is_none()) return;
-  record_stream_ = streams_.attr("record_stream");
   on_ = streams_.attr("on");
   current_ = streams_.attr("current");
 }
@@ -350,22 +349,10 @@ void CommandRunner::release_lease(const Command& command) {
   const nb::object entry = find(command.storage);
   if (!entry.is_valid()) return;
   const nb::object leases = get(entry, names().leases);
-  finally(
-      [&] {
-        // Autograd has a tensor saved before the operation that reads it is issued, and without Ebbtide would keep the
-        // memory from others until backward.
-        const nb::object streams = get(entry, names().streams);
-        if (PySet_GET_SIZE(streams.ptr()) == 0) return;
-        const nb::object lease = last_of(leases);
-        if (!lease.is_valid()) return;
-        for (const nb::handle stream : nb::list(streams)) record_stream_(lease, stream);
-      },
-      [&] {
-        const nb::object lease = last_of(leases);
-        if (!lease.is_valid()) return;
-        const Py_ssize_t size = PyList_GET_SIZE(leases.ptr());
-        if (PyList_SetSlice(leases.ptr(), size - 1, size, nullptr) != 0) nb::raise_python_error();
-      });
+  const nb::object lease = last_of(leases);
+  if (!lease.is_valid()) return;
+  const Py_ssize_t size = PyList_GET_SIZE(leases.ptr());
+  if (PyList_SetSlice(leases.ptr(), size - 1, size, nullptr) != 0) nb::raise_python_error();
 }
 
 void CommandRunner::release_restored(const Command& command) {

@@ -77,7 +77,7 @@ class CommandRunner {
   StreamCopies* copies_;
   std::unordered_set<CopyId> expected_;
   nanobind::dict entries_, elsewhere_;
-  nanobind::object framework_, streams_, record_stream_, on_, current_;
+  nanobind::object framework_, streams_, on_, current_;
   nanobind::object unmoved_, holders_, version_, address_, weak_, storage_ref_;
 };
 

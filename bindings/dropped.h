@@ -11,7 +11,8 @@
 
 namespace ebbtide::bindings {
 
-// What the tickets of one engine share: it, and the commands that their ends gave and nobody has run yet.
+// What the tickets of one engine share: it, and the commands that their ends gave and nobody has run yet. `on_drop` is
+// called for who runs them: a CommandRunner, or None where that was done or nobody is there any more.
 struct Dropped {
   nanobind::object engine_object;
   nanobind::object on_drop;

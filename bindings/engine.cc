@@ -60,7 +60,12 @@ class TicketHold {
   ~TicketHold() {
     if (!usable()) return;
     for (Command& command : dropped_->engine.drop(ticket_)) dropped_->commands.push_back(std::move(command));
-    if (!dropped_->commands.empty()) call_in_destructor(dropped_->on_drop.ptr());
+    if (dropped_->commands.empty()) return;
+    in_destructor([this] {
+      const nb::object runner = dropped_->on_drop();
+      CommandRunner* here = nullptr;
+      if (nb::try_cast(runner, here) && here != nullptr) here->run_dropped(*dropped_);
+    });
   }
 
  private:

@@ -30,15 +30,14 @@ StreamCopies::StreamCopies(const nb::object& streams, const nb::object& pool, st
       issue_(streams.attr("issue")),
       done_(streams.attr("done")),
       synchronize_(streams.attr("synchronize")),
-      recycle_(streams.attr("recycle")),
       bytes_of_(streams.attr("bytes_of")),
       slice_(pool.attr("slice")) {}
 
 void StreamCopies::record(StorageId storage, EventId event, StreamRef stream) {
   events_of_[storage].push_back(event);
   try {
-    nb::object recorded = record_(value(stream));
-    events_[event] = std::move(recorded);
+    nb::object recorded = record_(value(stream), take_event(stream));
+    events_[event] = {std::move(recorded), stream};
   } catch (...) {
     unrecorded_[event] = stream;
     throw;
@@ -58,10 +57,17 @@ void StreamCopies::forget(const std::vector<EventId>& events) {
     unrecorded_.erase(event);
     const auto found = events_.find(event);
     if (found == events_.end()) continue;
-    const nb::object recorded = std::move(found->second);
+    free_events_[found->second.stream].push_back(std::move(found->second.event));
     events_.erase(found);
-    recycle_(recorded);
   }
+}
+
+nb::object StreamCopies::take_event(StreamRef stream) {
+  std::vector<nb::object>& free = free_events_[stream];
+  if (free.empty()) return nb::none();
+  nb::object event = std::move(free.back());
+  free.pop_back();
+  return event;
 }
 
 StreamRef StreamCopies::copy_stream(std::int64_t device, bool to_device) {
@@ -77,12 +83,13 @@ void StreamCopies::submit(const Command& command, const DeviceStorages& storages
   if (queue.size() >= most_queued_) wait(queue[queue.size() - most_queued_].copy);
   const nb::list before = events_before(command);
   try {
-    const nb::object done = issue_(value(stream), before, spans(command, storages, device, stream));
-    started_.insert_or_assign(command.copy, std::pair(done, stream));
+    const nb::object done =
+        issue_(value(stream), before, spans(command, storages, device, stream), take_event(stream));
+    started_.insert_or_assign(command.copy, Recorded{done, stream});
     queue.push_back({command.copy, command.hop, command.storages, done});
   } catch (...) {
     // Part of it may be on its way, into memory that is given back now.
-    synchronize_(record_(value(stream)));
+    synchronize_(record_(value(stream), nb::none()));
     throw;
   }
   forget(command.after);
@@ -93,14 +100,15 @@ nb::list StreamCopies::events_before(const Command& command) {
   for (const EventId event : command.after) {
     if (const auto lost = unrecorded_.find(event); lost != unrecorded_.end()) {
       // Later on its stream: after more than is needed.
-      nb::object recorded = record_(value(lost->second));
+      const StreamRef stream = lost->second;
+      nb::object recorded = record_(value(stream), take_event(stream));
       unrecorded_.erase(event);
-      events_[event] = std::move(recorded);
+      events_[event] = {std::move(recorded), stream};
     }
-    before.append(events_.at(event));
+    before.append(events_.at(event).event);
   }
   for (const CopyId copy : command.after_copies) {
-    if (const auto found = started_.find(copy); found != started_.end()) before.append(found->second.first);
+    if (const auto found = started_.find(copy); found != started_.end()) before.append(found->second.event);
   }
   return before;
 }
@@ -156,7 +164,7 @@ nb::object StreamCopies::staging(std::uint64_t nbytes, std::int64_t device, Stre
 void StreamCopies::order(CopyId copy, StreamRef stream) {
   const auto found = started_.find(copy);
   if (found == started_.end()) return;
-  const nb::object event = found->second.first;
+  const nb::object event = found->second.event;
   try {
     wait_(value(stream), event);
   } catch (...) {
@@ -168,7 +176,7 @@ void StreamCopies::order(CopyId copy, StreamRef stream) {
 
 StreamRef StreamCopies::stream_of(CopyId copy) const {
   const auto found = started_.find(copy);
-  return found == started_.end() ? StreamRef{} : found->second.second;
+  return found == started_.end() ? StreamRef{} : found->second.stream;
 }
 
 void StreamCopies::wait(CopyId copy) {
@@ -176,11 +184,11 @@ void StreamCopies::wait(CopyId copy) {
   if (found == started_.end()) return;
   // With all that stands before it: two threads may have queued in another order than they recorded in.
   std::vector<nb::object> events;
-  for (const Queued& queued : queues_.at(found->second.second)) {
+  for (const Queued& queued : queues_.at(found->second.stream)) {
     if (queued.copy == copy) break;
     events.push_back(queued.event);
   }
-  events.push_back(found->second.first);
+  events.push_back(found->second.event);
   for (const nb::object& event : events) synchronize(event);
 }
 
@@ -237,7 +245,7 @@ std::optional<Completion> StreamCopies::pop() {
       done.error = to_python(std::make_exception_ptr(Error(ErrorKind::kDevice, "[copy] " + text)));
     }
     started_.erase(copy);
-    if (done.error.is_none()) recycle_(event);
+    if (done.error.is_none()) free_events_[stream].push_back(event);
     return done;
   }
   return std::nullopt;

@@ -80,14 +80,22 @@ class StreamCopies {
   [[nodiscard]] nanobind::object staging(std::uint64_t nbytes, std::int64_t device, StreamRef stream);
   [[nodiscard]] Seen look(const nanobind::object& event);
   void synchronize(const nanobind::object& event);
+  // An event that nobody needs any more, or None.
+  [[nodiscard]] nanobind::object take_event(StreamRef stream);
 
   const std::size_t most_queued_;
-  nanobind::object streams_, record_, wait_, issue_, done_, synchronize_, recycle_, bytes_of_, slice_;
+  struct Recorded {
+    nanobind::object event;
+    StreamRef stream{};
+  };
+
+  nanobind::object streams_, record_, wait_, issue_, done_, synchronize_, bytes_of_, slice_;
+  std::map<StreamRef, std::vector<nanobind::object>> free_events_;
   std::map<std::pair<std::int64_t, bool>, StreamRef> copy_streams_;  // by device and whether it leads there
-  std::unordered_map<EventId, nanobind::object> events_;             // recorded for copies to come after
+  std::unordered_map<EventId, Recorded> events_;                     // for copies to come after
   std::unordered_map<EventId, StreamRef> unrecorded_;                // that could not be recorded
   std::unordered_map<StorageId, std::vector<EventId>> events_of_;
-  std::unordered_map<CopyId, std::pair<nanobind::object, StreamRef>> started_;  // what each ends with, its stream
+  std::unordered_map<CopyId, Recorded> started_;  // what each ends with
   std::map<StreamRef, Queue> queues_;
 };
 

@@ -39,7 +39,8 @@ class StorageEntry:
         self.leases: list[Storage] = []
         self.restored: dict[int, Storage] = {}
         self.restored_weak: Weak | None = None
-        self.streams: set[int] = set()  # that it was saved or given out on: it may be read there
+        # Streams that it was saved or given out on, and may be read on: the allocator was told of them.
+        self.streams: tuple[int, ...] = ()
         self.load_errors: dict[int, BaseException] = {}
         self.load_started = 0  # the last load that was, unless it failed
         # One witness per in-place counter seen, with the counter's value; dead tickets' witnesses stay: a write through

@@ -173,8 +173,11 @@ class Session:
                 # Another thread may be here for the same storage: the first one's object is everybody's.
                 entry = StorageEntry(storage_id, ref, framework.weak(storage))
                 entry = transfers.entries.setdefault(storage_id, entry)
-            if stream != 0:
-                entry.streams.add(stream)
+            if stream != 0 and stream not in entry.streams:
+                # Autograd has a tensor saved before the operation that reads it is issued, and without Ebbtide would keep
+                # the memory from others until backward.
+                framework.streams.record_stream_of(tensor, stream)
+                entry.streams += (stream,)
             if lease:
                 entry.leases.append(storage)
             # Probes count references: this one must not be taken for somebody else's.
@@ -252,21 +255,24 @@ class Session:
     def _find(self, ticket: Ticket, allow_live: bool) -> Storage:
         """The storage that the ticket's view lies in: the saved one, or one that its bytes were loaded into."""
         framework, transfers, entry = self._framework, self.transfers, ticket.entry
-        pass_id = self._join_pass()
+        pass_id = framework.current_pass()
+        if pass_id and pass_id not in self._passes:
+            self._join(pass_id)
         stream = transfers.current_stream(entry.ref.device)
         short_of_memory = False
         while True:
             live = self._live(entry) if allow_live else None
             weak = entry.restored_weak
             shared = framework.lock(weak) if live is None and weak is not None else None
-            if live is None and allow_live:
-                self._require_intact(entry)
+            if live is None and allow_live and not transfers.intact(entry):
+                raise self._not_intact(entry)
             outcome, load, allocating, nbytes, residue, its_stream, commands = transfers.restore(
                 ticket.id, pass_id, live is not None, shared is not None, stream
             )
             if outcome == _LIVE:
-                if stream != 0:
-                    entry.streams.add(stream)
+                if stream != 0 and stream not in entry.streams:
+                    framework.streams.record_stream(live, stream)
+                    entry.streams += (stream,)
                 return live
             if outcome == _SHARED:
                 if entry.restored_weak is not weak or load in entry.load_errors:
@@ -306,23 +312,19 @@ class Session:
             return None
         return storage
 
-    def _require_intact(self, entry: StorageEntry) -> None:
+    def _not_intact(self, entry: StorageEntry) -> InplaceModificationError:
         """Another tensor's counter moved: plain autograd would read what was written, which nobody has any more."""
-        if not self.transfers.intact(entry):
-            raise InplaceModificationError(
-                f"[unpack] a storage of {format_bytes(entry.ref.nbytes)} was saved, offloaded, and then written in place "
-                "through a tensor that does not share this one's in-place counter (such as .data): "
-                "keep it on the device with policy=, or do not write to it before backward"
-            )
+        return InplaceModificationError(
+            f"[unpack] a storage of {format_bytes(entry.ref.nbytes)} was saved, offloaded, and then written in place "
+            "through a tensor that does not share this one's in-place counter (such as .data): "
+            "keep it on the device with policy=, or do not write to it before backward"
+        )
 
-    def _join_pass(self) -> int:
-        """The running backward's number; asks to be told of its end when it is new."""
-        pass_id = self._framework.current_pass()
-        if pass_id and pass_id not in self._passes:
-            self._recover_when_alone()
-            self._passes.add(pass_id)
-            self._framework.end_of_pass(_core.AtEnd(functools.partial(self.end_pass, pass_id)))
-        return pass_id
+    def _join(self, pass_id: int) -> None:
+        """A backward is seen for the first time: asks to be told of its end."""
+        self._recover_when_alone()
+        self._passes.add(pass_id)
+        self._framework.end_of_pass(_core.AtEnd(functools.partial(self.end_pass, pass_id)))
 
     @_noting_interrupts
     def end_pass(self, pass_id: int) -> None:

@@ -7,7 +7,6 @@ lists and dicts, without locks.
 
 from __future__ import annotations
 
-import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -52,7 +51,7 @@ class Transfers(_core.CommandRunner):
             )
         super().__init__(self.engine, framework, self.entries, _COMMANDS, self._stream_copies)
         self._executor = process.executor()
-        self.tickets = _core.Tickets(self.engine, _calling(weakref.ref(self)))
+        self.tickets = _core.Tickets(self.engine, weakref.ref(self))
         self.copies = _core.Copies()
         self.threads_copy = self._streams is None or self.tiers.file is not None
         self._failures = Failures()
@@ -70,18 +69,6 @@ class Transfers(_core.CommandRunner):
         else:
             # Threads that are not in this process may have left the engine's and the tier's mutexes locked.
             _core.keep_forever(self.engine)
-
-    def run_dropped(self) -> None:
-        """Runs what the ends of tickets left to do."""
-        if process.unusable or sys.is_finalizing():
-            return
-        try:
-            self.tickets.run_dropped(self)
-        except Exception:
-            raise
-        except BaseException:
-            self.cut_short()
-            raise
 
     # --- copies
 
@@ -260,7 +247,7 @@ class Transfers(_core.CommandRunner):
             running += self._stream_copies.all_running()
         self.expect_only(running)
         self.run(self.engine.recover(running))
-        self.run_dropped()
+        self.tickets.run_dropped(self)
         for storage_id in list(self.entries):
             if not self.engine.knows(storage_id):
                 self.entries.pop(storage_id, None)
@@ -318,17 +305,6 @@ def _yield_to_others() -> None:
 def _on_device(entry: StorageEntry, copy: int, hop: int) -> Storage:
     """What the copy reads or writes. Raises LookupError where it was let go of."""
     return entry.restored[copy] if hop == _LOAD else entry.leases[-1]
-
-
-def _calling(transfers: weakref.ref[Transfers]) -> Callable[[], None]:
-    """``run_dropped`` without keeping the object alive."""
-
-    def run_dropped() -> None:
-        alive = transfers()
-        if alive is not None:
-            alive.run_dropped()
-
-    return run_dropped
 
 
 # Who carries out what CommandRunner does not.

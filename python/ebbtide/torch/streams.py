@@ -24,7 +24,6 @@ class TorchStreams:
         self._numbers: dict[tuple[int, int], int] = {}  # by device index and torch's number
         self._streams: list[torch.Stream | None] = [None]
         self._copy_streams: dict[tuple[int, bool], int] = {}
-        self._free_events: dict[int, list[torch.Event]] = {}  # by device index
         self._empty: dict[torch.device, torch.Tensor] = {}
 
     def current(self, device: int) -> int:
@@ -62,10 +61,10 @@ class TorchStreams:
             device_type=shared.device_type,
         )
 
-    def record(self, stream: int) -> torch.Event:
+    def record(self, stream: int, event: torch.Event | None = None) -> torch.Event:
         on: Any = self._streams[stream]
-        free = self._free_events.get(on.device_index)
-        event = free.pop() if free else torch.Event(device=on.device)
+        if event is None:
+            event = torch.Event(device=on.device)
         event.record(on)
         return event
 
@@ -76,9 +75,6 @@ class TorchStreams:
     # C functions themselves: each is all that the method would call.
     done = staticmethod(torch.Event.query)
     synchronize = staticmethod(torch.Event.synchronize)
-
-    def recycle(self, event: torch.Event) -> None:
-        self._free_events.setdefault(event.device.index, []).append(event)
 
     def bytes_of(self, storage: torch.UntypedStorage) -> torch.Tensor:
         device = storage.device
@@ -94,25 +90,26 @@ class TorchStreams:
         stream: int,
         after: Sequence[torch.Event],
         copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        event: torch.Event | None = None,
     ) -> torch.Event:
         on: Any = self._streams[stream]
         device = on.device_index
-        for event in after:
-            on.wait_event(event)
+        for before in after:
+            on.wait_event(before)
         if device == _current_device():
-            before = _current_stream(device)
+            current = _current_stream(device)
             try:
                 _set_stream(on)
                 for dst, src in copies:
                     dst.copy_(src, True)
             finally:
-                _set_stream(before)
+                _set_stream(current)
         else:
             with self.on(stream):
                 for dst, src in copies:
                     dst.copy_(src, True)
-        free = self._free_events.get(device)
-        event = free.pop() if free else torch.Event(device=on.device)
+        if event is None:
+            event = torch.Event(device=on.device)
         event.record(on)
         return event
 
@@ -135,6 +132,9 @@ class TorchStreams:
 
     def record_stream(self, storage: torch.UntypedStorage, stream: int) -> None:
         self.bytes_of(storage).record_stream(self._stream(stream))
+
+    def record_stream_of(self, tensor: torch.Tensor, stream: int) -> None:
+        tensor.record_stream(self._stream(stream))
 
     def unified(self) -> bool:
         properties = getattr(getattr(torch, self._device_type, None), "get_device_properties", None)

@@ -92,22 +92,19 @@ def leads_to_device(streams: TorchStreams, stream: int) -> bool:
 @contextlib.contextmanager
 def done_at_once(hop: int) -> Iterator[None]:
     """Copies of this direction are reported as done while they are queued."""
-    issue, done = TorchStreams.issue, TorchStreams.done
-    synchronize, recycle = TorchStreams.synchronize, TorchStreams.recycle
-    queued: list[torch.Event] = []  # and never recorded anew
+    issue, done, synchronize = TorchStreams.issue, TorchStreams.done, TorchStreams.synchronize
+    queued: list[torch.Event] = []
 
     def is_queued(event: torch.Event) -> bool:
         return any(event is of for of in queued)
 
-    def noted(self: TorchStreams, stream: int, after: Any, copies: Any) -> torch.Event:
-        event = issue(self, stream, after, copies)
+    def noted(
+        self: TorchStreams, stream: int, after: Any, copies: Any, event: Any = None
+    ) -> torch.Event:
+        event = issue(self, stream, after, copies, event)
         if leads_to_device(self, stream) == (hop == LOAD):
             queued.append(event)
         return event
-
-    def recycled(self: TorchStreams, event: torch.Event) -> None:
-        if not is_queued(event):
-            recycle(self, event)
 
     with (
         replaced(TorchStreams, "issue", noted),
@@ -117,7 +114,6 @@ def done_at_once(hop: int) -> Iterator[None]:
             "synchronize",
             staticmethod(lambda event: None if is_queued(event) else synchronize(event)),
         ),
-        replaced(TorchStreams, "recycle", recycled),
     ):
         yield
 
@@ -149,12 +145,13 @@ def not_kept_for_streams() -> Iterator[None]:
             original(transfers, command)
             commanded.pop()
 
-    def recorded(self: TorchStreams, storage: Any, stream: int) -> None:
+    def given_out(self: TorchStreams, storage: Any, stream: int) -> None:
         if commanded:
             record_stream(self, storage, stream)
 
     with (
-        replaced(TorchStreams, "record_stream", recorded),
+        replaced(TorchStreams, "record_stream_of", lambda *_: None),
+        replaced(TorchStreams, "record_stream", given_out),
         command_replaced(CommandKind.RECORD_STREAM, carry_out),
     ):
         yield
@@ -181,24 +178,21 @@ def no_stream_waits(by_default_stream: bool) -> Cut:
 def no_wait_before_release() -> Iterator[None]:
     """Restored storages that a dropped ticket or the end of a pass lets go of are not waited for."""
     inside: list[None] = []
+    unpack = Session.unpack
 
-    def entered(original: Callable[..., None]) -> Callable[..., None]:
-        def call(*args: Any) -> None:
-            inside.append(None)
-            try:
-                original(*args)
-            finally:
-                inside.pop()
-
-        return call
+    def unpacking(*args: Any) -> Any:
+        inside.append(None)
+        try:
+            return unpack(*args)
+        finally:
+            inside.pop()
 
     def carry_out(original: Callable[..., None], transfers: Transfers, command: Any) -> None:
-        if not inside or command.stream == 0:
+        if inside or command.stream == 0:
             original(transfers, command)
 
     with (
-        replaced(Session, "end_pass", entered(Session.end_pass)),
-        replaced(Transfers, "run_dropped", entered(Transfers.run_dropped)),
+        replaced(Session, "unpack", unpacking),
         command_replaced(CommandKind.WAIT, carry_out),
     ):
         yield
@@ -209,8 +203,10 @@ def within_device_elsewhere(hop: int) -> Cut:
     issue = TorchStreams.issue
     strays: list[torch.Stream] = []
 
-    def elsewhere(self: TorchStreams, stream: int, after: Any, copies: Any) -> torch.Event:
-        event = issue(self, stream, after, [])
+    def elsewhere(
+        self: TorchStreams, stream: int, after: Any, copies: Any, event: Any = None
+    ) -> torch.Event:
+        event = issue(self, stream, after, [], event)
         for dst, src in copies:
             strayed = leads_to_device(self, stream) == (hop == LOAD)
             if not strayed or dst.is_cpu or src.is_cpu:
