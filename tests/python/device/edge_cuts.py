@@ -158,6 +158,16 @@ def not_kept_for_streams() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def saved_again_forgotten() -> Iterator[None]:
+    """The allocator is told neither by the command nor by the save."""
+    with (
+        replaced(TorchStreams, "record_stream_of", lambda *_: None),
+        no_record_stream("restored"),
+    ):
+        yield
+
+
+@contextlib.contextmanager
 def readers_forgotten() -> Iterator[None]:
     with not_kept_for_streams(), events_of_default_stream_only():
         yield
