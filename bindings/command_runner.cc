@@ -46,6 +46,23 @@ nb::object last_of(nb::handle list) {
   return size == 0 ? nb::object() : nb::borrow(PyList_GET_ITEM(list.ptr(), size - 1));
 }
 
+// While it lives, this thread issues work on the stream, but inside of `on`: for that the framework need not be asked.
+class StreamIs {
+ public:
+  explicit StreamIs(StreamRef stream) : before_(std::exchange(stream_, stream)) {}
+  StreamIs(const StreamIs&) = delete;
+  StreamIs& operator=(const StreamIs&) = delete;
+  ~StreamIs() { stream_ = before_; }
+
+  static bool known(StreamRef stream) { return value(stream) != 0 && stream_ == stream; }
+
+ private:
+  static thread_local StreamRef stream_;
+  const StreamRef before_;
+};
+
+thread_local StreamRef StreamIs::stream_{};
+
 // One that may be caught with `except Exception`, in Python's words.
 bool is_ordinary(const std::exception_ptr& error) {
   try {
@@ -289,6 +306,7 @@ void CommandRunner::wait(const Command& command) {
 // --- memory
 
 nb::object CommandRunner::restore(TicketId ticket, PassId pass, bool live, bool shared, StreamRef stream) {
+  const StreamIs current(stream);
   RestoreVerdict verdict = engine_.restore(ticket, pass, live, shared, stream);
   const bool there = verdict.outcome == RestoreOutcome::kLive || verdict.outcome == RestoreOutcome::kShared;
   if (there) run(verdict.commands);
@@ -300,9 +318,10 @@ nb::object CommandRunner::restore(TicketId ticket, PassId pass, bool live, bool 
 nb::object CommandRunner::allocate(StorageId storage, CopyId load, std::int64_t device, std::uint64_t nbytes,
                                    std::uint64_t residue, StreamRef stream) {
   try {
-    if (copies_ == nullptr || nb::cast<std::uint64_t>(current_(device)) == value(stream)) {
+    if (copies_ == nullptr || StreamIs::known(stream) || nb::cast<std::uint64_t>(current_(device)) == value(stream)) {
       return framework_.attr("allocate")(nbytes, residue, device);
     }
+    const StreamIs other(StreamRef{});
     const nb::object context = on_(value(stream));
     context.attr("__enter__")();
     nb::object memory;
@@ -336,9 +355,7 @@ void CommandRunner::adopt(nb::handle entry, StorageId storage, CopyId load, cons
                           StreamRef stream) {
   nb::cast<nb::dict>(get(entry, names().restored))[nb::int_(value(load))] = memory;
   const nb::object weak = weak_(memory);
-  const nb::object ref = storage_ref_(memory);
-  const StorageRef restored{DeviceId{nb::cast<std::int64_t>(item(ref, 0))}, nb::cast<std::uint64_t>(item(ref, 1)),
-                            nb::cast<std::uint64_t>(item(ref, 2)), nb::cast<std::uint64_t>(item(ref, 3))};
+  const StorageRef restored = storage_ref(nb::cast<nb::tuple>(storage_ref_(memory)));
   const Commands commands = engine_.allocated(storage, load, restored, stream);
   const bool refused = commands.size() == 1 && commands.front().kind == CommandKind::kReleaseRestored;
   if (!refused) set(entry, names().restored_weak, weak);

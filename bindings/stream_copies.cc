@@ -31,7 +31,8 @@ StreamCopies::StreamCopies(const nb::object& streams, const nb::object& pool, st
       done_(streams.attr("done")),
       synchronize_(streams.attr("synchronize")),
       bytes_of_(streams.attr("bytes_of")),
-      slice_(pool.attr("slice")) {}
+      slice_(pool.attr("slice")),
+      slices_(pool.attr("slices")) {}
 
 void StreamCopies::record(StorageId storage, EventId event, StreamRef stream) {
   events_of_[storage].push_back(event);
@@ -113,6 +114,17 @@ nb::list StreamCopies::events_before(const Command& command) {
   return before;
 }
 
+nb::object StreamCopies::host_slice(const Place& place, std::uint64_t nbytes) const {
+  const nb::int_ base(place.base);
+  const nb::handle of_slab = PyDict_GetItemWithError(slices_.ptr(), base.ptr());
+  if (of_slab.is_valid()) {
+    const nb::tuple key = nb::make_tuple(place.byte_offset, nbytes);
+    const nb::handle slice = PyDict_GetItemWithError(of_slab.ptr(), key.ptr());
+    if (slice.is_valid()) return nb::borrow(slice);
+  }
+  return slice_(base, place.byte_offset, nbytes);
+}
+
 // [(destination, source)], in order.
 nb::list StreamCopies::spans(const Command& command, const DeviceStorages& storages, std::int64_t device,
                              StreamRef stream) {
@@ -121,7 +133,7 @@ nb::list StreamCopies::spans(const Command& command, const DeviceStorages& stora
   DeviceStorages whole;  // as bytes
   const auto memory = [&](const Place& place, std::uint64_t nbytes) -> nb::object {
     if (place.tier == Tier::kStaging) return slice_of(staged, place.byte_offset, nbytes);
-    if (place.tier != Tier::kDevice) return slice_(place.base, place.byte_offset, nbytes);
+    if (place.tier != Tier::kDevice) return host_slice(place, nbytes);
     const auto at = [&](const auto& item) { return item.first == place.base; };
     auto flat = std::ranges::find_if(whole, at);
     if (flat == whole.end()) {

@@ -77,6 +77,7 @@ class StreamCopies {
   [[nodiscard]] nanobind::list events_before(const Command& command);
   [[nodiscard]] nanobind::list spans(const Command& command, const DeviceStorages& storages, std::int64_t device,
                                      StreamRef stream);
+  [[nodiscard]] nanobind::object host_slice(const Place& place, std::uint64_t nbytes) const;
   [[nodiscard]] nanobind::object staging(std::uint64_t nbytes, std::int64_t device, StreamRef stream);
   [[nodiscard]] Seen look(const nanobind::object& event);
   void synchronize(const nanobind::object& event);
@@ -89,7 +90,7 @@ class StreamCopies {
     StreamRef stream{};
   };
 
-  nanobind::object streams_, record_, wait_, issue_, done_, synchronize_, bytes_of_, slice_;
+  nanobind::object streams_, record_, wait_, issue_, done_, synchronize_, bytes_of_, slice_, slices_;
   std::map<StreamRef, std::vector<nanobind::object>> free_events_;
   std::map<std::pair<std::int64_t, bool>, StreamRef> copy_streams_;  // by device and whether it leads there
   std::unordered_map<EventId, Recorded> events_;                     // for copies to come after

@@ -16,7 +16,7 @@ class PinnedPool:
         self.space = _core.HostPool.of_added_slabs()
         self._streams = streams
         self._slabs: dict[int, Bytes] = {}
-        self._slices: dict[int, dict[tuple[int, int], Bytes]] = {}  # by slab, offset and bytes
+        self.slices: dict[int, dict[tuple[int, int], Bytes]] = {}  # made so far, by slab, offset and bytes
 
     def grow(self, nbytes: int, limit: int) -> bool:
         """Adds a slab; False where the system has no page-locked memory for it."""
@@ -25,7 +25,7 @@ class PinnedPool:
         if slab is None:
             return False
         address = self._streams.address(slab)
-        self._slices[address] = {}
+        self.slices[address] = {}
         self._slabs[address] = slab
         self.space.add_slab(address, nbytes)
         return True
@@ -39,12 +39,12 @@ class PinnedPool:
         if before <= limit:
             return 0
         for address in self.space.take_empty_slabs(limit):
-            del self._slices[address], self._slabs[address]
+            del self.slices[address], self._slabs[address]
         return int(before - self.space.reserved_bytes)
 
     def slice(self, base: int, offset: int, nbytes: int) -> Bytes:
         """A part of the slab at this address."""
-        slices = self._slices[base]
+        slices = self.slices[base]
         found = slices.get((offset, nbytes))
         if found is None:
             if len(slices) >= _MAX_SLICES:

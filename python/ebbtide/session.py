@@ -152,18 +152,7 @@ class Session:
         ref = framework.storage_ref(storage)
         stream = transfers.current_stream(ref.device)
         hold, kept_for, ticket_id, storage_id, is_new, lease, commands = transfers.tickets.save(
-            *ref,
-            view.storage_offset,
-            view.itemsize,
-            view.kind,
-            view.sizes,
-            view.strides,
-            version,
-            epoch,
-            label,
-            stream,
-            forced,
-            spoiled,
+            ref, view, version, epoch, label, stream, forced, spoiled
         )
         if hold is None:
             return self._keep(tensor, kept_for)
@@ -261,7 +250,12 @@ class Session:
         stream = transfers.current_stream(entry.ref.device)
         short_of_memory = False
         while True:
-            live = self._live(entry) if allow_live else None
+            live = None
+            if allow_live:
+                # Where plain autograd would read the same bytes from it.
+                live = entry.lease if entry.leases else None
+                if live is None:
+                    live = self._unmoved(entry)
             weak = entry.restored_weak
             shared = framework.lock(weak) if live is None and weak is not None else None
             if live is None and allow_live and not transfers.intact(entry):
@@ -302,11 +296,8 @@ class Session:
                 continue
             transfers.wait_for_other(entry, load, allocating)
 
-    def _live(self, entry: StorageEntry) -> Storage | None:
-        """The saved storage, where plain autograd would read the same bytes from it."""
-        storage = entry.lease
-        if storage is not None:
-            return storage
+    def _unmoved(self, entry: StorageEntry) -> Storage | None:
+        """The saved storage, if it is still there."""
         storage = self._framework.lock(entry.weak)
         if storage is None or not self._framework.unmoved(storage, entry.ref):
             return None
