@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 
 #include <exception>
+#include <functional>
 
 namespace ebbtide::bindings {
 
@@ -14,14 +15,16 @@ void bind_host_pool(nanobind::module_& m);
 void bind_spill_file(nanobind::module_& m);
 void bind_engine(nanobind::module_& m);
 void bind_host_executor(nanobind::module_& m);
+void bind_stream_copies(nanobind::module_& m);
+void bind_command_runner(nanobind::module_& m);
 void bind_malloc_threshold(nanobind::module_& m);
 void bind_lifetime(nanobind::module_& m);
 
 // False once destructors must do nothing: in a forked child, and when the interpreter shuts down.
 bool usable();
 
-// For destructors: what the callback raises is printed, but for KeyboardInterrupt, which comes again later.
-void call_in_destructor(PyObject* callback);
+// For destructors: what the call raises is printed, but for KeyboardInterrupt, which comes again later.
+void in_destructor(const std::function<void()>& call);
 
 // The exception as an object of ebbtide.errors (others: RuntimeError); None for a null pointer.
 nanobind::object to_python(const std::exception_ptr& error);

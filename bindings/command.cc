@@ -4,19 +4,13 @@
 #include <nanobind/stl/vector.h>
 
 #include "bindings.h"
+#include "commands.h"
 
 namespace nb = nanobind;
 
 namespace ebbtide::bindings {
 
 namespace {
-
-template <class Id>
-std::vector<std::uint64_t> values(const std::vector<Id>& ids) {
-  std::vector<std::uint64_t> numbers;
-  for (const Id id : ids) numbers.push_back(value(id));
-  return numbers;
-}
 
 // (tier, base, byte offset)
 nb::tuple place(const Place& place) {
@@ -62,11 +56,21 @@ void bind_command(nb::module_& m) {
       .def_prop_ro("storage", [](const Command& command) { return value(command.storage); })
       .def_prop_ro("copy", [](const Command& command) { return value(command.copy); })
       .def_prop_ro("event", [](const Command& command) { return value(command.event); })
-      .def_prop_ro("after", [](const Command& command) { return values(command.after); })
-      .def_prop_ro("after_copies", [](const Command& command) { return values(command.after_copies); })
+      .def_prop_ro("after", [](const Command& command) { return numbers(command.after); })
+      .def_prop_ro("after_copies", [](const Command& command) { return numbers(command.after_copies); })
+      .def(
+          "ordered",
+          [](Command command, const std::vector<std::uint64_t>& after, const std::vector<std::uint64_t>& after_copies) {
+            command.after.clear();
+            for (const std::uint64_t event : after) command.after.push_back(EventId{event});
+            command.after_copies.clear();
+            for (const std::uint64_t copy : after_copies) command.after_copies.push_back(CopyId{copy});
+            return command;
+          },
+          nb::arg("after"), nb::arg("after_copies"), "The same copy, after these instead.")
       .def_prop_ro("stream", [](const Command& command) { return value(command.stream); })
       .def_prop_ro("hop", [](const Command& command) { return static_cast<int>(command.hop); })
-      .def_prop_ro("storages", [](const Command& command) { return values(command.storages); })
+      .def_prop_ro("storages", [](const Command& command) { return numbers(command.storages); })
       .def_prop_ro("cause", [](const Command& command) { return value(command.cause); })
       .def_prop_ro("staging_bytes", [](const Command& command) { return staging_bytes(command.plan); })
       .def(

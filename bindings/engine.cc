@@ -7,11 +7,13 @@
 #include <nanobind/stl/vector.h>
 
 #include <chrono>
-#include <deque>
 #include <optional>
 #include <tuple>
 
 #include "bindings.h"
+#include "command_runner.h"
+#include "commands.h"
+#include "dropped.h"
 
 namespace nb = nanobind;
 
@@ -19,7 +21,6 @@ namespace ebbtide::bindings {
 
 namespace {
 
-using Integers = std::vector<std::int64_t>;
 // Holders, whether they were counted, same, intact, spoiled: see ProbeAnswer.
 using Answer = std::tuple<std::uint64_t, bool, bool, bool, bool>;
 
@@ -57,14 +58,6 @@ void bind_verdicts(nb::module_& m) {
       .def_prop_ro("commands", [](const RestoreVerdict& verdict) { return verdict.commands; });
 }
 
-// What the tickets of one engine share: it, and the commands that their ends gave and nobody has run yet.
-struct Dropped {
-  nb::object engine_object;
-  nb::object on_drop;
-  Engine& engine;
-  std::deque<Command> commands;
-};
-
 // Owns one ticket of the engine. Its end is a C++ destructor: no exception out of a signal handler can come before it.
 class TicketHold {
  public:
@@ -75,7 +68,11 @@ class TicketHold {
     if (!usable()) return;
     for (Command& command : dropped_->engine.drop(ticket_)) dropped_->commands.push_back(std::move(command));
     if (dropped_->commands.empty()) return;
-    call_in_destructor(dropped_->on_drop.ptr());
+    in_destructor([this] {
+      const nb::object runner = dropped_->on_drop();
+      CommandRunner* here = nullptr;
+      if (nb::try_cast(runner, here) && here != nullptr) here->run_dropped(*dropped_);
+    });
   }
 
  private:
@@ -83,40 +80,47 @@ class TicketHold {
   TicketId ticket_;
 };
 
-// Saves, and gives every ticket to a TicketHold.
+std::int64_t integer(nb::handle number) { return nb::cast<std::int64_t>(number); }
+
+std::vector<std::int64_t> integers(nb::handle tuple) {
+  std::vector<std::int64_t> all;
+  all.reserve(nb::len(tuple));
+  for (const nb::handle number : nb::borrow<nb::tuple>(tuple)) all.push_back(integer(number));
+  return all;
+}
+
+// Saves, and gives every ticket to a TicketHold. Storages and views are those of ebbtide.framework.
 struct Tickets {
   std::shared_ptr<Dropped> dropped;
 
   // (TicketHold or None, why it is kept, ticket, storage, whether it is new, lease, commands): one for every saved
   // tensor, so a tuple.
-  nb::object save(std::int64_t device, std::uint64_t identity, std::uint64_t address, std::uint64_t nbytes,
-                  std::int64_t storage_offset, std::int64_t itemsize, std::int64_t kind, Integers sizes,
-                  Integers strides, std::uint64_t version, std::uint64_t epoch, std::size_t label, std::uint64_t run,
-                  bool on_request, std::uint64_t stream, bool forced, bool spoiled) {
-    SaveVerdict verdict =
-        dropped->engine.save({.storage = {DeviceId{device}, identity, address, nbytes},
-                              .view = {storage_offset, itemsize, kind, std::move(sizes), std::move(strides)},
-                              .version = version,
-                              .epoch = EpochId{epoch},
-                              .label = label,
-                              .run = RunId{run},
-                              .on_request = on_request,
-                              .stream = StreamRef{stream},
-                              .forced = forced,
-                              .spoiled = spoiled});
+  nb::object save(const nb::tuple& storage, const nb::tuple& view, std::uint64_t version, std::uint64_t epoch,
+                  std::size_t label, std::uint64_t run, bool on_request, std::uint64_t stream, bool forced,
+                  bool spoiled) {
+    SaveVerdict verdict = dropped->engine.save(
+        {.storage = storage_ref(storage),
+         .view = {integer(view[0]), integer(view[1]), integer(view[2]), integers(view[3]), integers(view[4])},
+         .version = version,
+         .epoch = EpochId{epoch},
+         .label = label,
+         .run = RunId{run},
+         .on_request = on_request,
+         .stream = StreamRef{stream},
+         .forced = forced,
+         .spoiled = spoiled});
     nb::object hold = nb::none();
     if (verdict.outcome != SaveOutcome::kKept) {
       hold = nb::cast(new TicketHold(dropped, verdict.ticket), nb::rv_policy::take_ownership);
     }
     return nb::make_tuple(std::move(hold), verdict.reason, value(verdict.ticket), value(verdict.storage),
-                          verdict.outcome == SaveOutcome::kNew, verdict.lease, std::move(verdict.commands));
+                          verdict.outcome == SaveOutcome::kNew, verdict.lease,
+                          verdict.commands.empty() ? nb::none() : nb::cast(std::move(verdict.commands)));
   }
 
   nb::object pop_dropped() {
-    if (dropped->commands.empty()) return nb::none();
-    nb::object command = nb::cast(std::move(dropped->commands.front()));
-    dropped->commands.pop_front();
-    return command;
+    std::optional<Command> command = dropped->pop();
+    return command ? nb::cast(std::move(*command)) : nb::none();
   }
 };
 
@@ -278,14 +282,16 @@ void bind_engine(nb::module_& m) {
             new (self) Tickets{std::make_shared<Dropped>(Dropped{std::move(engine), std::move(on_drop), core, {}})};
           },
           nb::arg("engine"), nb::arg("on_drop"), nb::sig("def __init__(self, engine: Engine, on_drop: object) -> None"))
-      .def("save", &Tickets::save, nb::arg("device"), nb::arg("identity"), nb::arg("address"), nb::arg("nbytes"),
-           nb::arg("storage_offset"), nb::arg("itemsize"), nb::arg("kind"), nb::arg("sizes"), nb::arg("strides"),
-           nb::arg("version"), nb::arg("epoch"), nb::arg("label"), nb::arg("run"), nb::arg("on_request"),
-           nb::arg("stream"), nb::arg("forced"), nb::arg("spoiled"),
-           nb::sig("def save(self, device: int, identity: int, address: int, nbytes: int, storage_offset: int, "
-                   "itemsize: int, kind: int, sizes: tuple[int, ...], strides: tuple[int, ...], version: int, "
-                   "epoch: int, label: int, run: int, on_request: bool, stream: int, forced: bool, spoiled: bool) "
-                   "-> tuple[TicketHold | None, KeepReason, int, int, bool, bool, list[Command]]"))
+      .def(
+          "save", &Tickets::save, nb::arg("storage"), nb::arg("view"), nb::arg("version"), nb::arg("epoch"),
+          nb::arg("label"), nb::arg("run"), nb::arg("on_request"), nb::arg("stream"), nb::arg("forced"),
+          nb::arg("spoiled"),
+          nb::sig("def save(self, storage: tuple[int, int, int, int], view: tuple[Any, ...], version: int, epoch: int, "
+                  "label: int, run: int, on_request: bool, stream: int, forced: bool, spoiled: bool) "
+                  "-> tuple[TicketHold | None, KeepReason, int, int, bool, bool, Commands | None]"))
+      .def(
+          "run_dropped", [](Tickets& tickets, CommandRunner& runner) { runner.run_dropped(*tickets.dropped); },
+          nb::arg("runner"))
       .def("pop_dropped", &Tickets::pop_dropped, nb::sig("def pop_dropped(self) -> Command | None"));
 }
 

@@ -37,6 +37,10 @@ nb::object to_python(const std::exception_ptr& error) {
     std::rethrow_exception(error);
   } catch (const Error& e) {
     return make(e);
+  } catch (const nb::python_error& e) {
+    return nb::borrow(e.value());
+  } catch (const nb::builtin_exception& e) {
+    return nb::steal(PyObject_CallFunction(PyExc_LookupError, "s", e.what()));
   } catch (const std::exception& e) {
     return nb::steal(PyObject_CallFunction(PyExc_RuntimeError, "s", e.what()));
   }

@@ -6,7 +6,7 @@
 #include <unordered_map>
 
 #include "bindings.h"
-#include "ebbtide/command.h"
+#include "commands.h"
 
 namespace nb = nanobind;
 
@@ -28,9 +28,7 @@ struct Copies {
 
   void submit(HostExecutor& executor, const Command& command, std::shared_ptr<SpillFile> file, nb::object kept) {
     const std::uint64_t copy = value(command.copy);
-    std::vector<std::uint64_t> storages;
-    for (const StorageId id : command.storages) storages.push_back(value(id));
-    running.insert_or_assign(copy, Running{std::move(kept), std::move(storages), static_cast<int>(command.hop)});
+    running.insert_or_assign(copy, Running{std::move(kept), numbers(command.storages), static_cast<int>(command.hop)});
     try {
       const nb::gil_scoped_release release;
       executor.submit(command.copy, command.plan, std::move(file), queue);

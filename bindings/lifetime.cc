@@ -1,4 +1,6 @@
 #include <atomic>
+#include <exception>
+#include <functional>
 #include <utility>
 
 #include "bindings.h"
@@ -23,7 +25,7 @@ class AtEnd {
       static_cast<void>(callback_.release());
       return;
     }
-    call_in_destructor(callback_.ptr());
+    in_destructor([this] { callback_(); });
   }
 
   void call() {
@@ -36,19 +38,41 @@ class AtEnd {
   nb::object callback_;
 };
 
+// A value and what gives it back: called with it in the destructor.
+class Owned {
+ public:
+  Owned(nb::object value, nb::object free) : value_(std::move(value)), free_(std::move(free)) {}
+  Owned(const Owned&) = delete;
+  Owned& operator=(const Owned&) = delete;
+  ~Owned() {
+    in_destructor([this] { free_(value_); });
+  }
+
+  [[nodiscard]] const nb::object& value() const { return value_; }
+
+ private:
+  nb::object value_;
+  nb::object free_;
+};
+
 }  // namespace
 
-void call_in_destructor(PyObject* callback) {
+void in_destructor(const std::function<void()>& call) {
   PyObject *type, *value, *traceback;
   PyErr_Fetch(&type, &value, &traceback);  // a destructor may run while an exception is on its way
-  PyObject* done = PyObject_CallNoArgs(callback);
-  if (done != nullptr) {
-    Py_DECREF(done);
-  } else if (PyErr_ExceptionMatches(PyExc_KeyboardInterrupt) != 0) {
-    PyErr_Clear();
-    PyErr_SetInterrupt();  // not lost: it comes again outside of the destructor
-  } else {
-    PyErr_WriteUnraisable(callback);
+  try {
+    call();
+  } catch (nb::python_error& error) {
+    if (error.matches(PyExc_KeyboardInterrupt)) {
+      PyErr_SetInterrupt();  // not lost: it comes again outside of the destructor
+    } else {
+      error.restore();
+      PyErr_WriteUnraisable(nullptr);
+    }
+  } catch (...) {
+    const nb::object error = to_python(std::current_exception());
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+    PyErr_WriteUnraisable(nullptr);
   }
   PyErr_Restore(type, value, traceback);
 }
@@ -59,6 +83,9 @@ void bind_lifetime(nb::module_& m) {
   // Objects that a forked child may not even destroy are leaked on purpose.
   nb::set_leak_warnings(false);
   nb::class_<AtEnd>(m, "AtEnd").def(nb::init<nb::object>(), nb::arg("callback")).def("__call__", &AtEnd::call);
+  nb::class_<Owned>(m, "Owned")
+      .def(nb::init<nb::object, nb::object>(), nb::arg("value"), nb::arg("free"))
+      .def_prop_ro("value", &Owned::value, nb::sig("def value(self, /) -> Any"));
   m.def("stop_destructors", [] { is_usable.store(false); });
   m.def(
       "keep_forever", [](nb::handle object) { object.inc_ref(); }, nb::arg("object").none());

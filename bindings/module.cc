@@ -10,6 +10,8 @@ NB_MODULE(_core, m) {
   bind_spill_file(m);
   bind_engine(m);
   bind_host_executor(m);
+  bind_stream_copies(m);
+  bind_command_runner(m);
   bind_malloc_threshold(m);
   bind_lifetime(m);
 }

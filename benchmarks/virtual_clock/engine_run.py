@@ -152,15 +152,8 @@ class EngineSchedule(Schedule):
             return
         view = trace.views[view_index]
         hold, _, ticket_id, storage_id, _, lease, commands = self._tickets.save(
-            _DEVICE,
-            storage + 1,
-            (storage + 1) * _ADDRESSES,
-            block.nbytes,
-            view.storage_offset,
-            view.itemsize,
-            0,
-            view.sizes,
-            view.strides,
+            (_DEVICE, storage + 1, (storage + 1) * _ADDRESSES, block.nbytes),
+            (view.storage_offset, view.itemsize, 0, view.sizes, view.strides),
             version,
             self._epoch,
             self._groups[-1] if self._groups else 0,
@@ -221,8 +214,8 @@ class EngineSchedule(Schedule):
 
     # --- the engine's commands
 
-    def _run(self, commands: Sequence[_core.Command]) -> None:
-        for command in commands:
+    def _run(self, commands: _core.Commands | list[_core.Command] | None) -> None:
+        for command in commands or ():
             self._commands[command.kind](command)
 
     def _run_dropped(self) -> None:

@@ -6,7 +6,7 @@ own objects and opaque to the session.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -69,8 +69,9 @@ class Streams(Protocol):
     def on(self, stream: int) -> AbstractContextManager[Any]:
         """Issues this thread's work on the stream."""
 
-    def record(self, stream: int) -> Event:
-        """An event that is done when all that is queued on the stream by now is."""
+    def record(self, stream: int, event: Event | None = None) -> Event:
+        """An event that is done when all that is queued on the stream by now is: a new one, or the one given, which was
+        recorded on this stream before and which nobody waits for any more."""
 
     def wait(self, stream: int, event: Event) -> None:
         """What is issued on the stream from now on comes after the event."""
@@ -80,13 +81,18 @@ class Streams(Protocol):
     def synchronize(self, event: Event) -> None:
         """Blocks until the event is done. Other Python threads run meanwhile."""
 
-    def recycle(self, event: Event) -> None:
-        """The event may be recorded anew for somebody else."""
-
     def bytes_of(self, storage: Storage) -> Bytes: ...
 
-    def copy(self, dst: Bytes, src: Bytes) -> None:
-        """On the current stream. Page-locked and device memory only; the caller keeps both alive until it is done."""
+    def issue(
+        self,
+        stream: int,
+        after: Sequence[Event],
+        copies: Sequence[tuple[Bytes, Bytes]],
+        event: Event | None = None,
+    ) -> Event:
+        """On the stream, after the events: copies, in order, the second of each pair into the first. Returns an event
+        that is done with them, as ``record`` does. Page-locked and device memory only; the caller keeps it alive until
+        then."""
 
     def staging(self, nbytes: int, device: int) -> Bytes:
         """Device memory for the current stream alone. Dropped, its address is this stream's to use again, in order."""
@@ -98,6 +104,9 @@ class Streams(Protocol):
 
     def record_stream(self, storage: Storage, stream: int) -> None:
         """Freed, the storage's memory is not reused before what is queued on the stream by then is done."""
+
+    def record_stream_of(self, tensor: Tensor, stream: int) -> None:
+        """The same of a tensor's storage."""
 
     def unified(self) -> bool:
         """Whether device memory is host memory."""

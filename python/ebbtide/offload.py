@@ -242,12 +242,11 @@ class Offload:
     def stats(self) -> Stats:
         """Totals and what is held now, as a frozen dataclass. Bytes, counts, seconds."""
         transfers = self._session.transfers
+        tiers = transfers.tiers
         return Stats.from_core(
             self._session.stats(),
-            first_tier=transfers.first_tier,
-            host_reserved_bytes=0
-            if transfers.first_tier == "disk"
-            else transfers.space.reserved_bytes,
+            first_tier=tiers.first,
+            host_reserved_bytes=0 if tiers.first == "disk" else tiers.space.reserved_bytes,
             exposed_wait_s=transfers.exposed_wait_s,
         )
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from ebbtide import _core
 from ebbtide.errors import UsageError
 from ebbtide.framework import Streams
-from ebbtide.stream_copies import PinnedPool
+from ebbtide.pinned_pool import PinnedPool
 
 WORKER_THREADS = 1
 QUEUE_DEPTH = 64

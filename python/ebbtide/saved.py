@@ -32,7 +32,6 @@ class StorageEntry:
     """The framework's objects behind one entry of the engine."""
 
     __slots__ = (
-        "events",
         "last_witness",
         "leases",
         "load_errors",
@@ -55,8 +54,8 @@ class StorageEntry:
         self.leases: list[Storage] = []
         self.restored: dict[int, Storage] = {}
         self.restored_weak: Weak | None = None
-        self.events: list[int] = []  # recorded for copies of it
-        self.streams: set[int] = set()  # that it was saved or given out on: it may be read there
+        # Streams that it was saved or given out on, and may be read on: the allocator was told of them.
+        self.streams: tuple[int, ...] = ()
         self.load_errors: dict[int, BaseException] = {}
         self.load_started = 0  # the last load that was, unless it failed
         # One witness per in-place counter seen, with the counter's value; dead tickets' witnesses stay: a write through

@@ -38,6 +38,9 @@ class Session:
         self._min_bytes = options.min_bytes
         self.transfers = Transfers(framework, options)
         self._engine = self.transfers.engine
+        # What is asked for at every tensor: no more than there is to ask.
+        transfers = self.transfers
+        self._settle = transfers.settle if transfers.threads_copy else transfers.settle_streams
         self._labels: dict[str, int] = {}  # names of groups, from 1
         self.runs = Runs(framework, self.transfers, self._labels)
         self._epochs: set[int] = set()
@@ -87,7 +90,7 @@ class Session:
         try:
             if process.unusable:
                 process.require_usable("pack")
-            self.transfers.settle()
+            self._settle()
             framework = self._framework
             reason = framework.keep_reason(tensor, saving.weights)
             forced = False
@@ -127,12 +130,8 @@ class Session:
         ref = framework.storage_ref(storage)
         stream = transfers.current_stream(ref.device)
         hold, kept_for, ticket_id, storage_id, is_new, lease, commands = transfers.tickets.save(
-            *ref,
-            view.storage_offset,
-            view.itemsize,
-            view.kind,
-            view.sizes,
-            view.strides,
+            ref,
+            view,
             version,
             saving.epoch,
             saving.label,
@@ -150,8 +149,11 @@ class Session:
                 # Another thread may be here for the same storage: the first one's object is everybody's.
                 entry = StorageEntry(storage_id, ref, framework.weak(storage))
                 entry = transfers.entries.setdefault(storage_id, entry)
-            if stream != 0:
-                entry.streams.add(stream)
+            if stream != 0 and stream not in entry.streams:
+                # Autograd has a tensor saved before the operation that reads it is issued, and without Ebbtide would keep
+                # the memory from others until backward.
+                framework.streams.record_stream_of(tensor, stream)
+                entry.streams += (stream,)
             if lease:
                 entry.leases.append(storage)
             # Probes count references: this one must not be taken for somebody else's.
@@ -159,11 +161,13 @@ class Session:
             intact = is_new or transfers.intact(entry)
             witness = self._witness(entry, tensor, version) if intact else None
         except BaseException:
-            transfers.run(commands)
+            if commands is not None:
+                transfers.run(commands)
             raise
         original = weakref.ref(tensor) if framework.replaceable(tensor) else None
         ticket = Ticket(self, ticket_id, hold, entry, view, witness, version, original)
-        transfers.run(commands)
+        if commands is not None:
+            transfers.run(commands)
         return ticket if intact else self._save(tensor, saving, forced, spoiled=True)
 
     def _witness(self, entry: StorageEntry, tensor: Tensor, version: int) -> Witness:
@@ -194,7 +198,7 @@ class Session:
                 if found != expected:
                     raise InplaceModificationError(framework.modified_text(tensor, expected, found))
                 return tensor
-            self.transfers.settle()
+            self._settle()
             found = framework.version(saved.witness)
             original = saved.original() if saved.original is not None else None
             if original is not None and found == saved.version:
@@ -226,79 +230,79 @@ class Session:
 
     def _find(self, ticket: Ticket, allow_live: bool) -> Storage:
         """The storage that the ticket's view lies in: the saved one, or one that its bytes were loaded into."""
-        framework, engine, entry = self._framework, self._engine, ticket.entry
-        pass_id = self._join_pass()
-        stream = self.transfers.current_stream(entry.ref.device)
+        framework, transfers, entry = self._framework, self.transfers, ticket.entry
+        pass_id = framework.current_pass()
+        if pass_id and pass_id not in self._passes:
+            self._join(pass_id)
+        stream = transfers.current_stream(entry.ref.device)
         short_of_memory = False
         while True:
-            live = self._live(entry) if allow_live else None
+            live = None
+            if allow_live:
+                # Where plain autograd would read the same bytes from it.
+                live = entry.lease if entry.leases else None
+                if live is None:
+                    live = self._unmoved(entry)
             weak = entry.restored_weak
             shared = framework.lock(weak) if live is None and weak is not None else None
-            if live is None and allow_live:
-                self._require_intact(entry)
-            verdict = engine.restore(
+            if live is None and allow_live and not transfers.intact(entry):
+                raise self._not_intact(entry)
+            outcome, load, allocating, nbytes, residue, its_stream, commands = transfers.restore(
                 ticket.id, pass_id, live is not None, shared is not None, stream
             )
-            if verdict.outcome == _LIVE:
-                if stream != 0:
-                    entry.streams.add(stream)
-                self.transfers.run(verdict.commands)
+            if outcome == _LIVE:
+                if stream != 0 and stream not in entry.streams:
+                    framework.streams.record_stream(live, stream)
+                    entry.streams += (stream,)
                 return live
-            if verdict.outcome == _SHARED:
-                self.transfers.run(verdict.commands)
-                if entry.restored_weak is not weak or verdict.load in entry.load_errors:
+            if outcome == _SHARED:
+                if entry.restored_weak is not weak or load in entry.load_errors:
                     continue  # another thread loaded it anew meanwhile, or failed to
                 return shared
-            if verdict.outcome == _LOAD:
+            if outcome == _LOAD:
+                assert commands is not None
                 try:
-                    storage = self.transfers.allocate(
-                        entry, verdict.load, verdict.nbytes, verdict.residue, verdict.stream
+                    storage = transfers.allocate(
+                        entry.storage_id, load, entry.ref.device, nbytes, residue, its_stream
                     )
                 except MemoryError as error:
-                    self.transfers.run(verdict.commands)
+                    transfers.run(commands)
                     if short_of_memory:
                         raise DeviceError(
-                            f"[unpack] no memory for a storage of {format_bytes(verdict.nbytes)} on "
+                            f"[unpack] no memory for a storage of {format_bytes(nbytes)} on "
                             f"{framework.device_type}; its copy is kept: free memory and run backward again "
                             "(retain_graph=True), or use a smaller batch"
                         ) from error
                     short_of_memory = True
                     continue
                 except BaseException:
-                    self.transfers.run(verdict.commands)  # others may wait for what they begin
+                    transfers.run(commands)  # others may wait for what they begin
                     raise
-                if self.transfers.load(entry, storage, verdict):
+                if transfers.load(entry, storage, load, its_stream, commands):
                     return storage
                 continue
-            self.transfers.wait_for_other(entry, verdict)
+            transfers.wait_for_other(entry, load, allocating)
 
-    def _live(self, entry: StorageEntry) -> Storage | None:
-        """The saved storage, where plain autograd would read the same bytes from it."""
-        storage = entry.lease
-        if storage is not None:
-            return storage
+    def _unmoved(self, entry: StorageEntry) -> Storage | None:
+        """The saved storage, if it is still there."""
         storage = self._framework.lock(entry.weak)
         if storage is None or not self._framework.unmoved(storage, entry.ref):
             return None
         return storage
 
-    def _require_intact(self, entry: StorageEntry) -> None:
+    def _not_intact(self, entry: StorageEntry) -> InplaceModificationError:
         """Another tensor's counter moved: plain autograd would read what was written, which nobody has any more."""
-        if not self.transfers.intact(entry):
-            raise InplaceModificationError(
-                f"[unpack] a storage of {format_bytes(entry.ref.nbytes)} was saved, offloaded, and then written in place "
-                "through a tensor that does not share this one's in-place counter (such as .data): "
-                "keep it on the device with policy=, or do not write to it before backward"
-            )
+        return InplaceModificationError(
+            f"[unpack] a storage of {format_bytes(entry.ref.nbytes)} was saved, offloaded, and then written in place "
+            "through a tensor that does not share this one's in-place counter (such as .data): "
+            "keep it on the device with policy=, or do not write to it before backward"
+        )
 
-    def _join_pass(self) -> int:
-        """The running backward's number; asks to be told of its end when it is new."""
-        pass_id = self._framework.current_pass()
-        if pass_id and pass_id not in self._passes:
-            self._recover_when_alone()
-            self._passes.add(pass_id)
-            self._framework.end_of_pass(_core.AtEnd(functools.partial(self.end_pass, pass_id)))
-        return pass_id
+    def _join(self, pass_id: int) -> None:
+        """A backward is seen for the first time: asks to be told of its end."""
+        self._recover_when_alone()
+        self._passes.add(pass_id)
+        self._framework.end_of_pass(_core.AtEnd(functools.partial(self.end_pass, pass_id)))
 
     @noting_interrupts
     def end_pass(self, pass_id: int) -> None:

@@ -12,8 +12,9 @@ from ebbtide.errors import UsageError
 from ebbtide.offload import Offload, Scope
 from ebbtide.policy import CheckpointPolicy
 from ebbtide.session import Session
-from ebbtide.torch.compiler import leave_alone
+from ebbtide.torch.compiler import leave_alone, methods
 from ebbtide.torch.framework import TorchFramework
+from ebbtide.torch.streams import TorchStreams
 from ebbtide.transfers import Transfers
 
 __all__ = ["CheckpointPolicy", "Offload", "OffloadConfig", "offload", "trim"]
@@ -27,7 +28,10 @@ leave_alone(
         Session.end_pass,
         Scope.pack,
         Session.unpack,
-        Transfers.run_dropped,
+        # The end of a ticket calls them without any of the above in between.
+        *methods(Transfers),
+        *methods(TorchFramework),
+        *methods(TorchStreams),
     )
 )
 

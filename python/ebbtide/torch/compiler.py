@@ -7,6 +7,7 @@ reference counts) cannot be traced.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -22,6 +23,11 @@ def leave_alone(functions: Iterable[Callable[..., Any]]) -> None:
     for function in functions:
         function._torchdynamo_disable = True  # type: ignore[attr-defined]
     skip_frames(functions)
+
+
+def methods(of: type) -> list[Callable[..., Any]]:
+    """Those that are written in Python and stand in the class itself."""
+    return [found for found in vars(of).values() if isinstance(found, FunctionType)]
 
 
 def skip_frames(functions: Iterable[Callable[..., Any]]) -> None:

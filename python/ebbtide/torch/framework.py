@@ -12,7 +12,7 @@ import torch
 from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 
-from ebbtide._core import KeepReason
+from ebbtide._core import KeepReason, Owned
 from ebbtide.framework import StorageRef, Streams, ViewMeta, Weights
 from ebbtide.torch.blocks import repeated_blocks, watch
 from ebbtide.torch.streams import TorchStreams
@@ -30,19 +30,8 @@ _graph_task_id = getattr(torch._C, "_current_graph_task_id", None)
 _APPLY_CODE = torch.autograd.Function.apply.__func__.__code__
 
 
-class WeakStorage:
-    """Keeps a storage's identity from being issued again, without keeping its memory."""
-
-    __slots__ = ("pointer",)
-
-    _free = staticmethod(torch.UntypedStorage._free_weak_ref)
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.pointer = storage._weak_ref()
-
-    def __del__(self) -> None:
-        if hasattr(self, "pointer"):
-            self._free(self.pointer)
+_free_weak_reference = torch.UntypedStorage._free_weak_ref
+_new_tuple = tuple.__new__  # a named one, without the call of its own function
 
 
 _held = [torch.UntypedStorage(0)]
@@ -82,7 +71,11 @@ class TorchFramework:
         elif self._capturing is not None and self._capturing():
             return KeepReason.CAPTURE
         storage = tensor.untyped_storage()
-        if not self._is_cpu and not _is_of_allocator(storage):
+        # The memory of others than torch's allocator (parts of a storage, what was taken over from other libraries) cannot
+        # be kept from reuse while a stream works on it, nor allocated anew at the same residue.
+        if not self._is_cpu and not (
+            storage.resizable() and storage.data_ptr() % _ALIGNMENT_BYTES == 0
+        ):
             return KeepReason.UNSUPPORTED
         if weights.holds(storage):
             return KeepReason.PARAMETER
@@ -110,13 +103,16 @@ class TorchFramework:
         if kind is None:
             kind = self._dtype_kinds.setdefault(dtype, len(self._dtype_kinds) * _MAX_VIEW_KINDS)
         kind += tensor.is_conj() + 2 * tensor.is_neg()
-        return ViewMeta(
-            tensor.storage_offset(),
-            tensor.element_size(),
-            kind,
-            tensor.size(),
-            tensor.stride(),
-            dtype,
+        return _new_tuple(
+            ViewMeta,
+            (
+                tensor.storage_offset(),
+                tensor.element_size(),
+                kind,
+                tensor.size(),
+                tensor.stride(),
+                dtype,
+            ),
         )
 
     def is_region_input(self) -> bool:
@@ -137,18 +133,20 @@ class TorchFramework:
 
     def storage_ref(self, storage: torch.UntypedStorage) -> StorageRef:
         device = 0 if self._is_cpu else storage.device.index
-        return StorageRef(device, storage._cdata, storage.data_ptr(), storage.nbytes())
+        return _new_tuple(
+            StorageRef, (device, storage._cdata, storage.data_ptr(), storage.nbytes())
+        )
 
     address = staticmethod(torch.UntypedStorage.data_ptr)
 
     def unmoved(self, storage: torch.UntypedStorage, ref: StorageRef) -> bool:
         return storage.data_ptr() == ref.address and storage.nbytes() == ref.nbytes
 
-    def weak(self, storage: torch.UntypedStorage) -> WeakStorage:
-        return WeakStorage(storage)
+    def weak(self, storage: torch.UntypedStorage) -> Owned:
+        return Owned(storage._weak_ref(), _free_weak_reference)
 
-    def lock(self, weak: WeakStorage) -> torch.UntypedStorage | None:
-        return torch.UntypedStorage._new_with_weak_ptr(weak.pointer)
+    def lock(self, weak: Owned) -> torch.UntypedStorage | None:
+        return torch.UntypedStorage._new_with_weak_ptr(weak.value)
 
     def holders(self, held: list[torch.UntypedStorage]) -> int | None:
         if _use_count is None:
@@ -188,7 +186,9 @@ class TorchFramework:
         if tensor.is_conj() or tensor.is_neg():
             return self._emptied(tensor, self._empty_like(tensor))
         alias = tensor.detach()
-        alias.data = self._empty_of(tensor.dtype, tensor.device)
+        kind = tensor.dtype, tensor.device
+        empty = self._empty.get(kind)
+        alias.data = self._empty_of(*kind) if empty is None else empty
         return alias
 
     def _emptied(self, tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
@@ -250,7 +250,11 @@ class TorchFramework:
             with torch.inference_mode(False):
                 return self.make_view(storage, view, witness)
         offset, _, kind, sizes, strides, dtype = view
-        data = self._empty_of(dtype, storage.device).detach()  # cheaper than a new tensor
+        kind_of_empty = dtype, storage.device
+        empty = self._empty.get(kind_of_empty)
+        if empty is None:
+            empty = self._empty_of(*kind_of_empty)
+        data = empty.detach()  # cheaper than a new tensor
         data.set_(storage, offset, sizes, strides)
         bits = kind % _MAX_VIEW_KINDS
         if bits or witness.is_conj() or witness.is_neg():
@@ -289,12 +293,6 @@ def _streams(device_type: str) -> TorchStreams:
 
 def _capture_query(device_type: str) -> Callable[[], bool] | None:
     return getattr(getattr(torch, device_type, None), "is_current_stream_capturing", None)
-
-
-def _is_of_allocator(storage: torch.UntypedStorage) -> bool:
-    """Whether torch's allocator owns the memory. That of others (parts of a storage, memory taken over from other
-    libraries) cannot be kept from reuse while a stream works on it, nor allocated anew at the same residue."""
-    return storage.resizable() and storage.data_ptr() % _ALIGNMENT_BYTES == 0
 
 
 def _with_bits(tensor: torch.Tensor, conj: bool, neg: bool) -> torch.Tensor:

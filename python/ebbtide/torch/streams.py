@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -9,6 +10,10 @@ import torch
 
 # Without the checks of its public name, which accepts devices of any kind.
 _current_stream = getattr(torch._C, "_accelerator_getStream", torch.accelerator.current_stream)
+_set_stream = getattr(torch._C, "_accelerator_setStream", torch.accelerator.set_stream)
+_current_device = getattr(
+    torch._C, "_accelerator_getDeviceIndex", torch.accelerator.current_device_index
+)
 
 
 class TorchStreams:
@@ -19,7 +24,6 @@ class TorchStreams:
         self._numbers: dict[tuple[int, int], int] = {}  # by device index and torch's number
         self._streams: list[torch.Stream | None] = [None]
         self._copy_streams: dict[tuple[int, bool], int] = {}
-        self._free_events: dict[int, list[torch.Event]] = {}  # by device index
         self._empty: dict[torch.device, torch.Tensor] = {}
 
     def current(self, device: int) -> int:
@@ -57,10 +61,10 @@ class TorchStreams:
             device_type=shared.device_type,
         )
 
-    def record(self, stream: int) -> torch.Event:
+    def record(self, stream: int, event: torch.Event | None = None) -> torch.Event:
         on: Any = self._streams[stream]
-        free = self._free_events.get(on.device_index)
-        event = free.pop() if free else torch.Event(device=on.device)
+        if event is None:
+            event = torch.Event(device=on.device)
         event.record(on)
         return event
 
@@ -72,9 +76,6 @@ class TorchStreams:
     done = staticmethod(torch.Event.query)
     synchronize = staticmethod(torch.Event.synchronize)
 
-    def recycle(self, event: torch.Event) -> None:
-        self._free_events.setdefault(event.device.index, []).append(event)
-
     def bytes_of(self, storage: torch.UntypedStorage) -> torch.Tensor:
         device = storage.device
         empty = self._empty.get(device)
@@ -84,8 +85,33 @@ class TorchStreams:
             self._empty[device] = empty
         return empty.detach().set_(storage)  # cheaper than a new tensor
 
-    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        dst.copy_(src, non_blocking=True)
+    def issue(
+        self,
+        stream: int,
+        after: Sequence[torch.Event],
+        copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        event: torch.Event | None = None,
+    ) -> torch.Event:
+        on: Any = self._streams[stream]
+        device = on.device_index
+        for before in after:
+            on.wait_event(before)
+        if device == _current_device():
+            current = _current_stream(device)
+            try:
+                _set_stream(on)
+                for dst, src in copies:
+                    dst.copy_(src, True)
+            finally:
+                _set_stream(current)
+        else:
+            with self.on(stream):
+                for dst, src in copies:
+                    dst.copy_(src, True)
+        if event is None:
+            event = torch.Event(device=on.device)
+        event.record(on)
+        return event
 
     def staging(self, nbytes: int, device: int) -> torch.Tensor:
         try:
@@ -106,6 +132,9 @@ class TorchStreams:
 
     def record_stream(self, storage: torch.UntypedStorage, stream: int) -> None:
         self.bytes_of(storage).record_stream(self._stream(stream))
+
+    def record_stream_of(self, tensor: torch.Tensor, stream: int) -> None:
+        tensor.record_stream(self._stream(stream))
 
     def unified(self) -> bool:
         properties = getattr(getattr(torch, self._device_type, None), "get_device_properties", None)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from edge_cuts import FETCH, SPILL, command_replaced, replaced
+from edge_cuts import FETCH, SPILL, command_replaced
 
 from ebbtide._core import CommandKind, Tier
-from ebbtide.stream_copies import StreamCopies
 from ebbtide.torch.framework import _streams
 from ebbtide.transfers import Transfers
 
@@ -25,18 +24,15 @@ def run_all(control: Any, stream: torch.Stream) -> None:
         pass
 
 
-@contextlib.contextmanager
-def each_copy_at_once(control: Any) -> Iterator[None]:
+def each_copy_at_once(control: Any) -> contextlib.AbstractContextManager[None]:
     """Copies run as soon as order allows; else a copy is held back until something needs it."""
-    original = StreamCopies.submit
 
-    def submit(self: StreamCopies, command: Any, storages: Any, device: int) -> None:
-        original(self, command, storages, device)
-        stream = self._streams._stream(self._started[command.copy][1])
-        run_all(control, stream)
+    def carry_out(original: Callable[..., None], transfers: Transfers, command: Any) -> None:
+        original(transfers, command)
+        if number := transfers._stream_copies.stream_of(command.copy):
+            run_all(control, transfers._streams._stream(number))
 
-    with replaced(StreamCopies, "submit", submit):
-        yield
+    return command_replaced(CommandKind.COPY, carry_out)
 
 
 def host_copies_seen(control: Any) -> contextlib.AbstractContextManager[None]:
@@ -47,7 +43,7 @@ def host_copies_seen(control: Any) -> contextlib.AbstractContextManager[None]:
             for src, dst, nbytes in command.spans(True):
                 tier, base, offset = src if command.hop == SPILL else dst
                 assert tier == int(Tier.HOST)
-                touched = transfers._pinned.slice(base, offset, nbytes)
+                touched = transfers.tiers.pinned.slice(base, offset, nbytes)
                 (control.host_reads if command.hop == SPILL else control.host_writes)(touched)
         original(transfers, command)
 

@@ -10,7 +10,6 @@ import torch
 
 from ebbtide._core import CommandKind, Hop
 from ebbtide.session import Session
-from ebbtide.stream_copies import Completion, StreamCopies
 from ebbtide.torch.streams import TorchStreams
 from ebbtide.transfers import _COMMANDS, Transfers
 
@@ -33,92 +32,88 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def command_replaced(kind: CommandKind, carry_out: Callable[..., None]) -> Iterator[None]:
     """``carry_out(original, transfers, command)`` in place of what a command does."""
-    before = _COMMANDS[int(kind)]
-    _COMMANDS[int(kind)] = lambda transfers, command: carry_out(before, transfers, command)
+    before = _COMMANDS.get(int(kind))
+    original = before or Transfers.carry_out
+    _COMMANDS[int(kind)] = lambda transfers, command: carry_out(original, transfers, command)
     try:
         yield
     finally:
-        _COMMANDS[int(kind)] = before
+        del _COMMANDS[int(kind)]
+        if before is not None:
+            _COMMANDS[int(kind)] = before
 
 
 def is_default(streams: Any, stream: int) -> bool:
     return streams._stream(stream).stream_id == 0
 
 
-class Changed:
-    """A command with other values in some of its fields."""
+def ordered(
+    hop: int, change: Callable[[Any], tuple[list[int], list[int]]]
+) -> contextlib.AbstractContextManager[None]:
+    """Copies of this direction come after the events and the copies that ``change`` says."""
 
-    def __init__(self, command: Any, **fields: Any) -> None:
-        self._command = command
-        self.__dict__ |= fields
+    def carry_out(original: Callable[..., None], transfers: Transfers, command: Any) -> None:
+        original(transfers, command.ordered(*change(command)) if command.hop == hop else command)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._command, name)
-
-
-def _submitting(change: Callable[[StreamCopies, Any], Any]) -> Cut:
-    original = StreamCopies.submit
-
-    def submit(self: StreamCopies, command: Any, storages: Any, device: int) -> None:
-        original(self, change(self, command), storages, device)
-
-    return replaced(StreamCopies, "submit", submit)
+    return command_replaced(CommandKind.COPY, carry_out)
 
 
 def no_events(hop: int) -> Cut:
     """Copies of this direction wait for no event."""
-    return _submitting(
-        lambda _, command: Changed(command, after=[]) if command.hop == hop else command
-    )
+    return ordered(hop, lambda command: ([], command.after_copies))
 
 
 @contextlib.contextmanager
 def events_of_default_stream_only() -> Iterator[None]:
     """Offloads wait for the events of one stream, however many had to do with the storage."""
     of_default: dict[int, bool] = {}
-    original = StreamCopies.record
 
-    def record(self: StreamCopies, event: int, stream: int) -> None:
-        of_default[event] = is_default(self._streams, stream)
-        original(self, event, stream)
+    def record(original: Callable[..., None], transfers: Transfers, command: Any) -> None:
+        of_default[command.event] = is_default(transfers._streams, command.stream)
+        original(transfers, command)
 
-    def change(copies: StreamCopies, command: Any) -> Any:
-        if command.hop != OFFLOAD:
-            return command
-        return Changed(command, after=[e for e in command.after if of_default[e]])
+    def change(command: Any) -> tuple[list[int], list[int]]:
+        return [event for event in command.after if of_default[event]], command.after_copies
 
-    with replaced(StreamCopies, "record", record), _submitting(change):
+    with command_replaced(CommandKind.RECORD, record), ordered(OFFLOAD, change):
         yield
 
 
 def no_copies_before(hop: int) -> Cut:
     """Copies of this direction do not wait for those that write what they read."""
-    return _submitting(
-        lambda _, command: Changed(command, after_copies=[]) if command.hop == hop else command
-    )
+    return ordered(hop, lambda command: (command.after, []))
+
+
+def leads_to_device(streams: TorchStreams, stream: int) -> bool:
+    """Of a stream for copies."""
+    return any(of == stream and up for (_, up), of in streams._copy_streams.items())
 
 
 @contextlib.contextmanager
 def done_at_once(hop: int) -> Iterator[None]:
     """Copies of this direction are reported as done while they are queued."""
-    ready, pop = StreamCopies.ready, StreamCopies.pop
+    issue, done, synchronize = TorchStreams.issue, TorchStreams.done, TorchStreams.synchronize
+    queued: list[torch.Event] = []
 
-    def queue_of(copies: StreamCopies) -> Any:
-        return next((q for q in copies._queues.values() if q and q[0].hop == hop), None)
+    def is_queued(event: torch.Event) -> bool:
+        return any(event is of for of in queued)
 
-    def claim(self: StreamCopies) -> Completion | None:
-        if (queue := queue_of(self)) is None:
-            return pop(self)
-        queued = queue.popleft()
-        self._started.pop(queued.copy, None)
-        return Completion(queued.copy, queued.hop, queued.storages, None)
-
-    def either(self: StreamCopies) -> bool:
-        return queue_of(self) is not None or ready.fget(self)
+    def noted(
+        self: TorchStreams, stream: int, after: Any, copies: Any, event: Any = None
+    ) -> torch.Event:
+        event = issue(self, stream, after, copies, event)
+        if leads_to_device(self, stream) == (hop == LOAD):
+            queued.append(event)
+        return event
 
     with (
-        replaced(StreamCopies, "pop", claim),
-        replaced(StreamCopies, "ready", property(either)),
+        replaced(TorchStreams, "issue", noted),
+        replaced(TorchStreams, "done", staticmethod(lambda e: is_queued(e) or done(e))),
+        replaced(
+            TorchStreams,
+            "synchronize",
+            staticmethod(lambda event: None if is_queued(event) else synchronize(event)),
+        ),
     ):
         yield
 
@@ -141,9 +136,33 @@ def no_record_stream(which: str) -> Cut:
 @contextlib.contextmanager
 def not_kept_for_streams() -> Iterator[None]:
     """Saved storages are let go of without a thought for the streams that they were saved on."""
+    commanded: list[None] = []
+    record_stream = TorchStreams.record_stream
+
+    def carry_out(original: Callable[..., None], transfers: Transfers, command: Any) -> None:
+        if command.stream == 0 or command.copy != 0:  # no saved storage, or for its copy
+            commanded.append(None)
+            original(transfers, command)
+            commanded.pop()
+
+    def given_out(self: TorchStreams, storage: Any, stream: int) -> None:
+        if commanded:
+            record_stream(self, storage, stream)
+
     with (
-        replaced(Transfers, "_keep_for", lambda *_: None),
-        no_record_stream("saved"),
+        replaced(TorchStreams, "record_stream_of", lambda *_: None),
+        replaced(TorchStreams, "record_stream", given_out),
+        command_replaced(CommandKind.RECORD_STREAM, carry_out),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def saved_again_forgotten() -> Iterator[None]:
+    """The allocator is told neither by the command nor by the save."""
+    with (
+        replaced(TorchStreams, "record_stream_of", lambda *_: None),
+        no_record_stream("restored"),
     ):
         yield
 
@@ -169,56 +188,47 @@ def no_stream_waits(by_default_stream: bool) -> Cut:
 def no_wait_before_release() -> Iterator[None]:
     """Restored storages that a dropped ticket or the end of a pass lets go of are not waited for."""
     inside: list[None] = []
+    unpack = Session.unpack
 
-    def entered(original: Callable[..., None]) -> Callable[..., None]:
-        def call(*args: Any) -> None:
-            inside.append(None)
-            try:
-                original(*args)
-            finally:
-                inside.pop()
-
-        return call
+    def unpacking(*args: Any) -> Any:
+        inside.append(None)
+        try:
+            return unpack(*args)
+        finally:
+            inside.pop()
 
     def carry_out(original: Callable[..., None], transfers: Transfers, command: Any) -> None:
-        if not inside or command.stream == 0:
+        if inside or command.stream == 0:
             original(transfers, command)
 
     with (
-        replaced(Session, "end_pass", entered(Session.end_pass)),
-        replaced(Transfers, "run_dropped", entered(Transfers.run_dropped)),
+        replaced(Session, "unpack", unpacking),
         command_replaced(CommandKind.WAIT, carry_out),
     ):
         yield
 
 
-@contextlib.contextmanager
-def within_device_elsewhere(hop: int) -> Iterator[None]:
+def within_device_elsewhere(hop: int) -> Cut:
     """Gathers (of offloads) or scatters (of loads) run on a stream of their own."""
-    hops: list[int] = []
-    issue, copy = StreamCopies._issue, TorchStreams.copy
+    issue = TorchStreams.issue
     strays: list[torch.Stream] = []
 
-    def noted(self: StreamCopies, command: Any, storages: Any, device: int) -> None:
-        hops.append(command.hop)
-        try:
-            issue(self, command, storages, device)
-        finally:
-            hops.pop()
+    def elsewhere(
+        self: TorchStreams, stream: int, after: Any, copies: Any, event: Any = None
+    ) -> torch.Event:
+        event = issue(self, stream, after, [], event)
+        for dst, src in copies:
+            strayed = leads_to_device(self, stream) == (hop == LOAD)
+            if not strayed or dst.is_cpu or src.is_cpu:
+                event = issue(self, stream, [], [(dst, src)])
+                continue
+            if not strays:
+                strays.append(torch.Stream(device=dst.device))
+            with strays[0]:
+                dst.copy_(src, non_blocking=True)
+        return event
 
-    def elsewhere(self: TorchStreams, dst: torch.Tensor, src: torch.Tensor) -> None:
-        if hops[-1] != hop or dst.is_cpu or src.is_cpu:
-            return copy(self, dst, src)
-        if not strays:
-            strays.append(torch.Stream(device=dst.device))
-        with strays[0]:
-            copy(self, dst, src)
-
-    with (
-        replaced(StreamCopies, "_issue", noted),
-        replaced(TorchStreams, "copy", elsewhere),
-    ):
-        yield
+    return replaced(TorchStreams, "issue", elsewhere)
 
 
 def staging_of_the_default_stream() -> Cut:

@@ -108,7 +108,7 @@ EDGES = [
         "the same, restored and saved again on another stream",
         "`record_stream` of that stream",
         "restored_and_saved_again_on_another_stream",
-        partial(cut.no_record_stream, "restored"),
+        cut.saved_again_forgotten,
     ),
     Edge(
         "6a",

@@ -13,7 +13,7 @@ from faulty_steps import STATED, Step, no_leaks, offload
 from saving import NBYTES, NEXT_BLOCK, assert_all_at_rest
 
 import ebbtide.torch as ebb
-from ebbtide import stream_copies
+from ebbtide import transfers
 
 LAYOUTS = [{}, {"group_swap": True}, {"in_flight_bytes": 1 << 30}]
 pytestmark = pytest.mark.filterwarnings("ignore:.*no room for")
@@ -111,7 +111,7 @@ def test_the_device_is_lost(options: dict, where: str, step: Step, control: Modu
 def test_a_full_queue_lets_other_threads_run(
     step: Step, control: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_copies, "_MAX_QUEUED", 2)
+    monkeypatch.setattr(transfers, "_MAX_QUEUED", 2)
     tide, beats, stop = offload(), [], threading.Event()
 
     def beat() -> None:

@@ -143,7 +143,7 @@ def test_object_dropped_before_backward() -> None:
     model, x = make_model(), make_input()
     expected = step(model, x)
     used = process.spill_file(
-        Path(ebb.offload(to="disk")._session.transfers.space.directory), False
+        Path(ebb.offload(to="disk")._session.transfers.tiers.space.directory), False
     )
     before = used.used_bytes
     model.zero_grad()

@@ -94,7 +94,7 @@ def test_one_file_per_directory(tmp_path: Path) -> None:
     (tmp_path / "two").mkdir()
     (tmp_path / "again").symlink_to(tmp_path / "one")
     files = [
-        offload(to=directory)._session.transfers.space
+        offload(to=directory)._session.transfers.tiers.space
         for directory in (tmp_path / "one", tmp_path / "two", tmp_path / "again")
     ]
     assert files[0] is files[2] is not files[1]
