@@ -1,0 +1,112 @@
+"""Storages of MindSpore tensors, with identities that the reuse of an address cannot fake."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any
+
+import numpy as np
+from mindspore import Tensor
+
+from ebbtide.mindspore.counters import Mark
+
+ALIGNMENT_BYTES = 512
+
+_numbers = itertools.count(1)
+
+
+class HeldStorage:
+    """A storage that is held: while this object lives, nobody is given its address anew.
+
+    ``marks`` are of the tensors of this storage that were saved: while one lives, somebody holds the storage.
+    """
+
+    __slots__ = ("__weakref__", "address", "device", "marks", "memory", "nbytes", "number")
+
+    def __init__(self, memory: Any, device: int) -> None:
+        self.memory = memory
+        self.number = next(_numbers)
+        self.address: int = memory.data_ptr()
+        self.nbytes: int = memory.nbytes()
+        self.device = device
+        self.marks: list[weakref.ref[Mark]] = []
+
+    def moved(self) -> bool:
+        """Whether somebody gave the storage other memory since."""
+        return bool(self.memory.data_ptr() != self.address or self.memory.nbytes() != self.nbytes)
+
+    def note(self, mark: Mark) -> None:
+        marks = self.marks
+        if not marks or marks[-1]() is not mark:
+            marks.append(weakref.ref(mark))
+
+    def held_by_others(self) -> bool:
+        return any(mark() is not None for mark in self.marks)
+
+
+class HostBuffer:
+    """Host memory for a restored storage. Tensors over it keep this object alive."""
+
+    __slots__ = (
+        "__array_interface__",
+        "__weakref__",
+        "_owner",
+        "address",
+        "device",
+        "marks",
+        "nbytes",
+        "number",
+    )
+
+    def __init__(self, nbytes: int, residue: int) -> None:
+        self._owner: Any = np.empty(nbytes + ALIGNMENT_BYTES, np.uint8)
+        start = self._owner.ctypes.data
+        self.address: int = start + (residue - start) % ALIGNMENT_BYTES
+        self.number = next(_numbers)
+        self.nbytes = nbytes
+        self.device = 0
+        self.marks: list[weakref.ref[Mark]] = []
+        self.__array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (self.address, False),
+            "version": 3,
+        }
+
+    def moved(self) -> bool:
+        return False
+
+    def note(self, mark: Mark) -> None:
+        pass
+
+    def held_by_others(self) -> bool:
+        return True
+
+    def array(self) -> Any:
+        return np.asarray(self)
+
+    def tensor(self) -> Tensor:
+        return Tensor.from_numpy(np.asarray(self))
+
+
+Held = HeldStorage | HostBuffer
+
+
+class Storages:
+    """Those that somebody holds, by address: while they are held no other storage has it."""
+
+    def __init__(self) -> None:
+        self._by_address: weakref.WeakValueDictionary[int, Held] = weakref.WeakValueDictionary()
+
+    def of(self, tensor: Tensor, device: int) -> Held:
+        memory = tensor.untyped_storage()
+        address = memory.data_ptr()
+        held = self._by_address.get(address)
+        if held is None or held.nbytes != memory.nbytes() or held.moved():
+            held = self._by_address[address] = HeldStorage(memory, device)
+        return held
+
+    def add(self, held: Held) -> Held:
+        self._by_address[held.address] = held
+        return held
