@@ -47,11 +47,11 @@ ROWS = [
 
 @pytest.mark.parametrize(("chains", "nbytes", "copies", "packs"), ROWS)
 def test_a_view_saved_after_the_copy_adds_only_what_is_not_covered(
-    torch_backend, monkeypatch, chains, nbytes, copies, packs
+    backend, monkeypatch, chains, nbytes, copies, packs
 ):
     """Without use counts nothing is parked: every view is copied as it is saved."""
-    monkeypatch.setattr("ebbtide.torch.framework._use_count", None)
-    backend, noted, restored = torch_backend, [], []
+    backend.hide_use_counts(monkeypatch)
+    noted, restored = [], []
     program = save_one_by_one(backend, lambda: backend.tensor(10, 4), chains, noted, restored)
     stats = compare(backend, program, [backend.leaf(2)])
     assert_out(backend, stats, nbytes, copies, packs=packs)

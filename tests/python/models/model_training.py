@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from saved_bytes import SavedBytes, count_saved
-from support import DEVICE, assert_same_bits
+from support import DEVICE
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from torch_support import assert_same_bits
 from zoo import SMALL, ZOO, Batch, Size
 
 import ebbtide.torch as ebb

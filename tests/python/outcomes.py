@@ -1,0 +1,55 @@
+"""A pytest plugin: how each behaviour test ended, for `tools/behaviour_table.py`.
+
+A run writes ``build/behaviour/<backend>.json``; what an earlier run left there is gone when it begins, so that a process
+that dies leaves a hole and not the past.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import BACKEND
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = Path(__file__).parent / "behaviour"
+FILE = ROOT / "build" / "behaviour" / f"{BACKEND}.json"
+
+_RANK = {"passed": 0, "skipped": 1, "failed": 2}
+
+# Test, as file::name, to parameters, to what became of it. Parameters begin with the variant of the backend.
+_outcomes: dict[str, dict[str, dict[str, str]]] = {}
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if any(FOLDER in item.path.parents for item in session.items):
+        FILE.unlink(missing_ok=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    report = yield
+    if FOLDER in item.path.parents:
+        _note(item, report)
+    return report
+
+
+def _note(item: Any, report: Any) -> None:
+    """The worst of set-up, call and tear-down counts."""
+    parameters = item.callspec.id if hasattr(item, "callspec") else ""
+    tests = _outcomes.setdefault(f"{item.path.name}::{item.originalname}", {})
+    known = tests.get(parameters)
+    if known is not None and _RANK[known["outcome"]] >= _RANK[report.outcome]:
+        return
+    tests[parameters] = {"outcome": report.outcome}
+    if report.skipped:
+        tests[parameters]["reason"] = report.longrepr[2].removeprefix("Skipped: ")
+
+
+def pytest_sessionfinish() -> None:
+    if _outcomes:
+        FILE.parent.mkdir(parents=True, exist_ok=True)
+        FILE.write_text(json.dumps(_outcomes, indent=1, sort_keys=True))
