@@ -20,13 +20,23 @@ FILE = ROOT / "build" / "behaviour" / f"{BACKEND}.json"
 
 _RANK = {"passed": 0, "skipped": 1, "failed": 2}
 
-# Test, as file::name, to parameters, to what became of it. Parameters begin with the variant of the backend.
+# Test, as file::name, or file where all of it was skipped; to parameters, to what became of it. Parameters begin with the variant of the backend.
 _outcomes: dict[str, dict[str, dict[str, str]]] = {}
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     if any(FOLDER in item.path.parents for item in session.items):
         FILE.unlink(missing_ok=True)
+
+
+def pytest_collectreport(report: Any) -> None:
+    path = ROOT / report.nodeid
+    if report.skipped and FOLDER in path.parents:
+        _outcomes[path.name] = {"": {"outcome": "skipped", "reason": _reason(report)}}
+
+
+def _reason(report: Any) -> str:
+    return str(report.longrepr[2]).removeprefix("Skipped: ")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -46,7 +56,7 @@ def _note(item: Any, report: Any) -> None:
         return
     tests[parameters] = {"outcome": report.outcome}
     if report.skipped:
-        tests[parameters]["reason"] = report.longrepr[2].removeprefix("Skipped: ")
+        tests[parameters]["reason"] = _reason(report)
 
 
 def pytest_sessionfinish() -> None:

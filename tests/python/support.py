@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +33,14 @@ def assert_at_rest(tide: Offload) -> None:
     stats = tide.stats()
     held = (stats.entries, stats.device_bytes, stats.host_bytes, stats.disk_bytes, stats.parked)
     assert held == (0, 0, 0, 0, 0), stats
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that is no file's."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) << 10
+    pytest.skip("this kernel does not tell a process's anonymous memory")
 
 
 def assert_loaded(tide: Offload) -> None:

@@ -34,6 +34,8 @@ def _backends():
         for swap, swap_options in _PACKED.items():
             for prefetch, prefetch_options in _PREFETCH.items():
                 options = swap_options | prefetch_options
+                if swap and len(tiers) > 1 and (tier == "host") == bool(prefetch_options):
+                    continue  # each tier packed once, and each way to prefetch
                 yield (
                     f"{BACKEND}-{tier}-{swap}{prefetch}",
                     lambda t=tier, o=options: Backend(t, **o),

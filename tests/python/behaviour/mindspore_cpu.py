@@ -129,6 +129,18 @@ class _Save(_Function):
         return grad * total, None, *(None for _ in range(count))
 
 
+class _Square(_Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * x * 2
+
+
 class MindSporePass:
     def __init__(self, output: Tensor, leaves: Sequence[Tensor]) -> None:
         self.output = output
@@ -184,7 +196,9 @@ class MindSporeBackend:
             pytest.skip(THINGS[what])
 
     def hide_use_counts(self, monkeypatch: Any) -> None:
-        pass  # MindSpore has none
+        monkeypatch.setattr(
+            "ebbtide.mindspore.framework.MindSporeFramework.holders", lambda self, held: None
+        )
 
     def expect_torn_copies(self) -> None:
         pass
@@ -245,6 +259,9 @@ class MindSporeBackend:
         peek: int | None = None,
     ) -> Tensor:
         return _Save.apply(anchor, _Reading(restored, reads, peek), *tensors)
+
+    def square(self, x: Tensor) -> Tensor:
+        return _Square.apply(x)
 
     def around(self, buffer: Any, dtype: str, count: int, offset: int = 0) -> Tensor:
         array = np.frombuffer(buffer, np.dtype(dtype), count=count, offset=offset)

@@ -14,6 +14,12 @@ DTYPES: dict[str, str] = {
 OPS: dict[str, str] = {}
 
 THINGS = {
+    "kernels that save views": (
+        "bits are right, but nothing is shared: MindSpore's CPU kernels save contiguous copies of views"
+    ),
+    "second derivatives of slices": (
+        "MindSpore itself fails, without offload: 'SliceGrad's bprop not defined' and the like"
+    ),
     "sparse tensors": "MindSpore's sparse tensors are pairs of dense ones",
     "nested tensors": "MindSpore has no nested tensors",
     "quantized tensors": "MindSpore has no quantized tensors in PyNative mode",

@@ -53,7 +53,8 @@ class Backend(Protocol):
     prefetches: bool
     # Whether small storages cross together, once the context is left: the same bytes in fewer copies.
     packs: bool
-    # Whether it is known who else holds a storage: then what others hold is not copied, and is found again alive.
+    # Whether it is known that somebody holds a view of a storage, and not only the tensor that was saved: then what others
+    # hold is not copied, and is found again alive.
     counts_holders: bool
 
     def begin(self) -> None:
@@ -61,7 +62,8 @@ class Backend(Protocol):
 
     def require(self, what: str) -> None:
         """Skips the test where this backend has no such thing: "host memory" (that others may describe and write to),
-        "sparse tensors", "nested tensors", "quantized tensors", "use counts"."""
+        "sparse tensors", "nested tensors", "quantized tensors", "kernels that save views",
+        "second derivatives of slices"."""
 
     def hide_use_counts(self, monkeypatch: Any) -> None:
         """For the rest of the test, nobody knows who else holds a storage."""
@@ -106,6 +108,9 @@ class Backend(Protocol):
         gradient by a number that depends on every bit of them; with ``peek``, of the first
         ``peek`` elements of each dimension.
         """
+
+    def square(self, x: Tensor) -> Tensor:
+        """``x * x`` by a node that saves ``x`` as it is, strides and all, and can be differentiated twice."""
 
     def around(self, buffer: Any, dtype: str, count: int, offset: int = 0) -> Tensor:
         """A tensor on part of a buffer of the user's. ``offset`` in bytes."""

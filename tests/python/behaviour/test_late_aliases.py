@@ -99,7 +99,7 @@ def test_a_small_view_alone_moves_only_its_bytes_and_frees_the_storage(backend):
 
 
 def test_an_alias_that_is_never_saved_keeps_the_storage_and_its_bytes(backend):
-    """The user's alias is the only reason that nothing moves; it stays readable throughout."""
+    """The user's alias is the only reason that nothing moves, where it is seen; it stays readable throughout."""
     held, before = [], []
 
     def program(anchor):
@@ -112,11 +112,13 @@ def test_an_alias_that_is_never_saved_keeps_the_storage_and_its_bytes(backend):
     expected = run(backend, program, leaves)
     tide = backend.offload()
     forward = backend.forward(program, leaves, tide)
-    assert tide.stats().parked == 1
-    assert tide.stats().d2h_bytes == 0
+    nbytes = 0 if backend.counts_holders else 20 * FLOAT
+    assert tide.stats().parked == (1 if backend.counts_holders else 0)
     assert_same(backend, [forward.output, *forward.gradients()], expected)
     assert [backend.bits(held[0])] == before
-    assert tide.stats().live_hits == 1
+    stats = tide.stats()
+    assert (stats.d2h_bytes, stats.h2d_bytes) == (nbytes, nbytes)
+    assert stats.live_hits == (1 if backend.counts_holders else 0)
     assert_at_rest(tide)
 
 

