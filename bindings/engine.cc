@@ -120,11 +120,13 @@ void bind_engine(nb::module_& m) {
           [](Engine* self, std::shared_ptr<BlockSpace> space, std::shared_ptr<BlockSpace> backing,
              std::uint64_t min_bytes, std::uint64_t keep_last_bytes, std::optional<std::uint64_t> keep_last_groups,
              std::uint64_t prefetch_bytes, std::optional<std::uint64_t> prefetch_groups, std::uint64_t in_flight_bytes,
-             std::uint64_t max_tier_bytes, std::uint64_t max_backing_bytes, std::uint64_t pack_below_bytes) {
+             std::uint64_t max_tier_bytes, std::uint64_t max_backing_bytes, std::uint64_t pack_below_bytes,
+             std::uint32_t keep_last_storages) {
             EngineConfig config;
             config.min_bytes = min_bytes;
             config.keep_last_bytes = keep_last_bytes;
             config.keep_last_groups = keep_last_groups;
+            config.keep_last_storages = keep_last_storages;
             config.prefetch_bytes = prefetch_bytes;
             config.prefetch_groups = prefetch_groups;
             config.in_flight_bytes = in_flight_bytes;
@@ -136,7 +138,7 @@ void bind_engine(nb::module_& m) {
           nb::arg("space"), nb::arg("backing").none(), nb::kw_only(), nb::arg("min_bytes"), nb::arg("keep_last_bytes"),
           nb::arg("keep_last_groups").none(), nb::arg("prefetch_bytes"), nb::arg("prefetch_groups").none(),
           nb::arg("in_flight_bytes"), nb::arg("max_tier_bytes"), nb::arg("max_backing_bytes"),
-          nb::arg("pack_below_bytes"))
+          nb::arg("pack_below_bytes"), nb::arg("keep_last_storages") = 0)
       .def("begin_epoch", [](Engine& engine) { return value(engine.begin_epoch()); })
       .def(
           "end_epoch", [](Engine& engine, std::uint64_t epoch) { return engine.end_epoch(EpochId{epoch}); },

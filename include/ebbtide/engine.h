@@ -171,7 +171,7 @@ class Engine {
   void follow(Entry& entry, const SaveRequest& request, bool new_bytes, Commands& commands);
 
   // engine_offload.cc
-  void look(Commands& commands);
+  void look(Commands& commands, std::size_t keep_last_storages);
   void look_at_parked(Commands& commands, std::size_t most, bool all);
   void look_at_all(Commands& commands);
   [[nodiscard]] std::optional<StorageId> pop_window(Window& window);

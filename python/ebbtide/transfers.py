@@ -77,6 +77,7 @@ class Transfers:
             max_tier_bytes=max_disk_bytes if first_is_disk else options.max_host_bytes,
             max_backing_bytes=max_disk_bytes,
             pack_below_bytes=options.pack_below_bytes,
+            keep_last_storages=framework.keep_last_storages,
         )
         self.entries: dict[int, StorageEntry] = {}
         self._executor = process.executor()

@@ -13,10 +13,14 @@ constexpr std::uint32_t kMostLooksBetween = 6;
 
 }  // namespace
 
-void Engine::look(Commands& commands) {
+void Engine::look(Commands& commands, std::size_t keep_last_storages) {
   for (auto& [device, window] : windows_) {
     // At once, however many are parked: most storages are free when they leave the window.
-    while (const std::optional<StorageId> left = pop_window(window)) probe(*registry_.find(*left), commands);
+    while (window.storages() > keep_last_storages) {
+      const std::optional<StorageId> left = pop_window(window);
+      if (!left) break;
+      probe(*registry_.find(*left), commands);
+    }
   }
 }
 
@@ -36,7 +40,7 @@ void Engine::look_at_parked(Commands& commands, std::size_t most, bool all) {
 
 // Where a group or an epoch begins or ends: what is free by now crosses together.
 void Engine::look_at_all(Commands& commands) {
-  look(commands);
+  look(commands, 0);
   look_at_parked(commands, due_.size(), true);
   if (config_.pack_below_bytes > 0) commands.push_back({.kind = CommandKind::kGather});
 }

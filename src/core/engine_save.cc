@@ -56,7 +56,7 @@ SaveVerdict Engine::save(const SaveRequest& request) {
       verdict.storage = entry->id;
       verdict.ticket = issue(*entry, static_cast<std::uint32_t>(found - entry->views.begin()));
       follow(*entry, request, false, verdict.commands);
-      look(verdict.commands);
+      look(verdict.commands, config_.keep_last_storages);
       look_at_parked(verdict.commands, config_.probes_per_save, false);
       return verdict;
     }
@@ -65,7 +65,7 @@ SaveVerdict Engine::save(const SaveRequest& request) {
   verdict.storage = entry->id;
   verdict.ticket = issue(*entry, static_cast<std::uint32_t>(entry->views.size() - 1));
   want(*entry, range, request, verdict);
-  look(verdict.commands);
+  look(verdict.commands, config_.keep_last_storages);
   look_at_parked(verdict.commands, config_.probes_per_save, false);
   return verdict;
 }
