@@ -46,6 +46,10 @@ class Counter:
             self._stop()
         return self._last
 
+    def is_at(self, version: int) -> bool:
+        """Whether it has not moved, and will tell when it does."""
+        return self._mark is not None and self._first == version
+
     def _stop(self) -> None:
         # From a tensor that was written to, its graph now leads to the one before, which the alias holds.
         mark = None if self._mark is None else self._mark()
@@ -104,7 +108,7 @@ def drop_moved() -> None:
 
 def mark_of(tensor: Tensor) -> Mark:
     found = tensor._get_user_data(_KEY)
-    if type(found) is Mark:
+    if type(found) is Mark and found.counter.is_at(tensor._version):
         return found
     mark = Mark(tensor)
     tensor._set_user_data(_KEY, mark)

@@ -26,6 +26,11 @@ def current() -> int:
     return running
 
 
+def is_running() -> bool:
+    """Whether a backward runs on this thread."""
+    return bool(_pynative_executor.get_current_autodiff_engine_id() > 0)
+
+
 def at_end(callback: Callable[[], None]) -> None:
     """Calls back when the running backward ends; after an exception, when this module is asked next."""
     running = current()

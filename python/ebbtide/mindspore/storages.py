@@ -17,12 +17,9 @@ _numbers = itertools.count(1)
 
 
 class HeldStorage:
-    """A storage that is held: while this object lives, nobody is given its address anew.
+    """A storage that is held: while this object lives, nobody is given its address anew."""
 
-    ``marks`` are of the tensors of this storage that were saved: while one lives, somebody holds the storage.
-    """
-
-    __slots__ = ("__weakref__", "address", "device", "marks", "memory", "nbytes", "number")
+    __slots__ = ("__weakref__", "_leaves", "address", "device", "memory", "nbytes", "number")
 
     def __init__(self, memory: Any, device: int) -> None:
         self.memory = memory
@@ -30,19 +27,19 @@ class HeldStorage:
         self.address: int = memory.data_ptr()
         self.nbytes: int = memory.nbytes()
         self.device = device
-        self.marks: list[weakref.ref[Mark]] = []
+        self._leaves: list[weakref.ref[Mark]] = []
 
     def moved(self) -> bool:
         """Whether somebody gave the storage other memory since."""
         return bool(self.memory.data_ptr() != self.address or self.memory.nbytes() != self.nbytes)
 
-    def note(self, mark: Mark) -> None:
-        marks = self.marks
-        if not marks or marks[-1]() is not mark:
-            marks.append(weakref.ref(mark))
+    def note_leaf(self, mark: Mark) -> None:
+        """A tensor of it that no operation of a graph made, such as an input or a buffer, was saved."""
+        if not any(leaf() is mark for leaf in self._leaves):
+            self._leaves.append(weakref.ref(mark))
 
-    def held_by_others(self) -> bool:
-        return any(mark() is not None for mark in self.marks)
+    def is_of_living_leaf(self) -> bool:
+        return any(leaf() is not None for leaf in self._leaves)
 
 
 class HostBuffer:
@@ -54,7 +51,6 @@ class HostBuffer:
         "_owner",
         "address",
         "device",
-        "marks",
         "nbytes",
         "number",
     )
@@ -66,7 +62,6 @@ class HostBuffer:
         self.number = next(_numbers)
         self.nbytes = nbytes
         self.device = 0
-        self.marks: list[weakref.ref[Mark]] = []
         self.__array_interface__ = {
             "shape": (nbytes,),
             "typestr": "|u1",
@@ -77,17 +72,11 @@ class HostBuffer:
     def moved(self) -> bool:
         return False
 
-    def note(self, mark: Mark) -> None:
+    def note_leaf(self, mark: Mark) -> None:
         pass
 
-    def held_by_others(self) -> bool:
-        return True
-
-    def array(self) -> Any:
-        return np.asarray(self)
-
-    def tensor(self) -> Tensor:
-        return Tensor.from_numpy(np.asarray(self))
+    def is_of_living_leaf(self) -> bool:
+        return False
 
 
 Held = HeldStorage | HostBuffer
