@@ -177,6 +177,7 @@ class MindSporeBackend:
 
     device = "cpu"
     counts_holders = False
+    waits = True  # while a storage is held, a view of it is known to be one
 
     def __init__(self, tier: str, **options: Any) -> None:
         self.tier = tier

@@ -53,6 +53,8 @@ class Backend(Protocol):
     prefetches: bool
     # Whether small storages cross together, once the context is left: the same bytes in fewer copies.
     packs: bool
+    # Whether the last few storages are copied when the context is left and not before.
+    waits: bool
     # Whether it is known that somebody holds a view of a storage, and not only the tensor that was saved: then what others
     # hold is not copied, and is found again alive.
     counts_holders: bool

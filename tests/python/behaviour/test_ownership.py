@@ -122,12 +122,14 @@ def test_an_output_that_shares_its_storage_with_what_is_saved(backend):
     expected = run(backend, program, leaves)
     tide = backend.offload()
     forward = backend.forward(program, leaves, tide)
-    assert tide.stats().parked == 1
+    held = backend.counts_holders
+    assert tide.stats().parked == (1 if held else 0)
     bits = backend.bits(forward.output)
     output, gradients = forward.output, forward.gradients()
     assert_same(backend, [output, *gradients], expected)
     assert backend.bits(output) == bits
-    assert tide.stats().d2h_bytes == 0
+    stats = tide.stats()
+    assert (stats.d2h_bytes, stats.h2d_bytes) == ((0, 0) if held else (120, 120))
     forward = output = None
     assert_at_rest(tide)
 

@@ -71,7 +71,7 @@ def test_gradients_of_gradients(backend, name, inside, depth):
     contexts = (tide, nothing) if inside == "forward" else (nothing, tide)
     found = nth_gradients(backend, program, leaf, depth, *contexts)
     assert_same(backend, found, expected)
-    if inside == "forward" or not backend.packs:
+    if inside == "forward" or not backend.waits:
         assert_loaded(tide)
     found = None
     assert_at_rest(tide)

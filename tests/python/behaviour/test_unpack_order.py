@@ -160,7 +160,7 @@ def test_create_graph(backend, depth, inside):
     assert len(set(expected)) == depth
     tide = backend.offload()
     assert derivatives(tide) == expected
-    if not (inside and backend.packs):
+    if not (inside and backend.waits):
         assert_loaded(tide)
     assert_at_rest(tide)
 

@@ -150,7 +150,7 @@ class TorchBackend:
         self.tier = tier
         self.exact = EXACT | options
         self.prefetches = options.get("prefetch_bytes") != 0
-        self.packs = bool(options.get("group_swap"))
+        self.packs = self.waits = bool(options.get("group_swap"))
         self.name = f"torch-{self.device}-{tier}"
 
     def begin(self) -> None:
