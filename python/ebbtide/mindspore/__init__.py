@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import mindspore
@@ -10,6 +11,7 @@ from ebbtide import process
 from ebbtide.config import OffloadConfig
 from ebbtide.errors import UsageError
 from ebbtide.mindspore.framework import MindSporeFramework
+from ebbtide.mindspore.streams import MindSporeStreams
 from ebbtide.offload import Offload
 from ebbtide.policy import CheckpointPolicy
 
@@ -44,8 +46,34 @@ def offload(
         )
     if config is None:
         config = OffloadConfig.from_options(**options)
-    device_type = "cpu"
-    resolved = config.resolve(device_type, False, 0)
-    if resolved.tune_malloc:
+    device_type = _device_type(config.device)
+    on_accelerator = device_type != "cpu"
+    resolved = config.resolve(device_type, on_accelerator, 0)
+    if not on_accelerator and resolved.tune_malloc:
         process.fix_malloc_threshold()
-    return Offload(MindSporeFramework(device_type), config, resolved, model)
+    streams = _streams(device_type) if on_accelerator else None
+    return Offload(MindSporeFramework(device_type, streams), config, resolved, model)
+
+
+def _device_type(device: str | None) -> str:
+    """Of the device whose tensors are offloaded: ``"cpu"``, or MindSpore's own name."""
+    target = str(mindspore.get_context("device_target"))
+    asked = target if device is None else device.partition(":")[0]
+    if asked.lower() == "cpu":
+        return "cpu"
+    if asked.lower() != target.lower() and not (asked.lower() == "npu" and target == "Ascend"):
+        raise UsageError(
+            f"[offload] device={device!r}: MindSpore is set to {target!r} here: pass that, or 'cpu'"
+        )
+    if target != "Ascend":
+        raise UsageError(
+            f"[offload] device {target!r}: MindSpore copies between host and device in the background on Ascend only, "
+            "and offload without that would only cost time: use Ascend, or device='cpu' for tensors of the host"
+        )
+    return target
+
+
+@functools.cache
+def _streams(device_type: str) -> MindSporeStreams:
+    """Of this process: copy streams are few, and shared."""
+    return MindSporeStreams(device_type)

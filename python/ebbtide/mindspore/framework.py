@@ -9,12 +9,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import mindspore
-import numpy as np
 from mindspore import Tensor, nn, recompute
 from mindspore.common._grad_function import _Function
 from mindspore.common.api import _pynative_executor
-from mindspore.common.dtype import dtype_to_nptype
-from mindspore.ops.auto_generate import AsStrided
 
 from ebbtide._core import KeepReason
 from ebbtide.errors import UsageError
@@ -23,36 +20,11 @@ from ebbtide.mindspore import passes
 from ebbtide.mindspore.blocks import repeated_blocks, watch
 from ebbtide.mindspore.counters import Counter, mark_of, plain_alias, version_of
 from ebbtide.mindspore.hooks import SavedTensorHooks
-from ebbtide.mindspore.storages import Held, HostBuffer, Storages
+from ebbtide.mindspore.storages import ALIGNMENT_BYTES, Held, HeldStorage, HostBuffer, Storages
+from ebbtide.mindspore.streams import device_bytes
+from ebbtide.mindspore.views import DTYPES, Views
 from ebbtide.mindspore.weights import CellWeights
 from ebbtide.wrapping import run_inside
-
-_DTYPES = (
-    *(mindspore.bool_, mindspore.uint8, mindspore.uint16, mindspore.uint32, mindspore.uint64),
-    *(mindspore.int8, mindspore.int16, mindspore.int32, mindspore.int64),
-    *(mindspore.float16, mindspore.bfloat16, mindspore.float32, mindspore.float64),
-    *(mindspore.complex64, mindspore.complex128),
-    *(mindspore.float8_e4m3fn, mindspore.float8_e5m2),
-)
-# Dtypes that numpy does not have: their bytes come as these.
-_STORED = {
-    mindspore.float8_e4m3fn: mindspore.uint8,
-    mindspore.float8_e5m2: mindspore.uint8,
-}
-
-
-class _Dtype:
-    """What a dtype is to the session. A tensor's own ``itemsize`` is wrong after ``view(dtype)``."""
-
-    __slots__ = ("empty", "itemsize", "kind", "numpy", "stored")
-
-    def __init__(self, kind: int, dtype: Any) -> None:
-        self.kind = kind
-        self.stored = _STORED.get(dtype, dtype)
-        self.numpy = np.dtype(dtype_to_nptype(self.stored))
-        self.itemsize = self.numpy.itemsize
-        self.empty = Tensor.from_numpy(np.empty((0,), self.numpy))
-
 
 _MANY = 1 << 32  # more holders than there can be leases
 
@@ -62,13 +34,13 @@ class MindSporeFramework:
 
     keep_last_storages = 8
 
-    def __init__(self, device_type: str) -> None:
+    def __init__(self, device_type: str, streams: Streams | None = None) -> None:
         self.device_type = device_type
+        self.streams = streams
         self._is_cpu = device_type == "cpu"
-        self.streams: Streams | None = None
+        self._target = "CPU" if self._is_cpu else device_type
         self._storages = Storages()
-        self._dtypes = {dtype: _Dtype(kind, dtype) for kind, dtype in enumerate(_DTYPES)}
-        self._as_strided = AsStrided()
+        self._views = Views(self._target)
 
     # --- what a tensor is
 
@@ -76,23 +48,28 @@ class MindSporeFramework:
         if type(tensor) is not Tensor:
             is_weight = isinstance(tensor, mindspore.Parameter)
             return KeepReason.PARAMETER if is_weight else KeepReason.UNSUPPORTED
-        if tensor.dtype not in self._dtypes:
+        if tensor.dtype not in DTYPES:
             return KeepReason.UNSUPPORTED
-        if tensor.device != "CPU":
+        if tensor.device.partition(":")[0] != self._target:
             return KeepReason.DEVICE
         if 0 in tensor.shape:
             return KeepReason.SMALL
-        if weights.holds(tensor.untyped_storage()):
+        storage = tensor.untyped_storage()
+        if weights.holds(storage):
             return KeepReason.PARAMETER
+        if not self._is_cpu and storage.data_ptr() % ALIGNMENT_BYTES != 0:
+            return (
+                KeepReason.UNSUPPORTED
+            )  # somebody else's memory, which cannot be allocated anew at this residue
         return None
 
     def nbytes(self, tensor: Tensor) -> int:
-        dtype = self._dtypes.get(tensor.dtype)
+        dtype = DTYPES.get(tensor.dtype)
         return 0 if dtype is None else int(tensor.size) * dtype.itemsize
 
     def view_meta(self, tensor: Tensor) -> ViewMeta:
         dtype = tensor.dtype
-        known = self._dtypes[dtype]
+        known = DTYPES[dtype]
         return ViewMeta(
             tensor.storage_offset(),
             known.itemsize,
@@ -142,7 +119,10 @@ class MindSporeFramework:
         return _MANY if held[-1].is_of_living_leaf() else None
 
     def allocate(self, nbytes: int, residue: int, device: int) -> Held:
-        return self._storages.add(HostBuffer(nbytes, residue))
+        if self._is_cpu:
+            return self._storages.add(HostBuffer(nbytes, residue))
+        memory = device_bytes(nbytes, self._target).untyped_storage()
+        return self._storages.add(HeldStorage(memory, device))
 
     # --- in-place counters
 
@@ -170,28 +150,10 @@ class MindSporeFramework:
     # --- backward
 
     def make_view(self, storage: Held, view: ViewMeta, witness: Counter) -> Tensor:
-        tensor = self._view(storage, view)
+        tensor = self._views.make(storage, view)
         # Handed to a backward that is itself recorded, a view would cut its graph.
         recorded = _pynative_executor.grad_flag() and _pynative_executor.enable_grad()
         return tensor.copy() if recorded else tensor
-
-    def _view(self, storage: Held, view: ViewMeta) -> Tensor:
-        offset, itemsize, _, sizes, strides, dtype = view
-        known = self._dtypes[dtype]
-        if isinstance(storage, HostBuffer):
-            array = np.asarray(storage)[: storage.nbytes // itemsize * itemsize]
-            memory = Tensor.from_numpy(array.view(known.numpy)).untyped_storage()
-        else:
-            memory = storage.memory
-        if memory.dtype == dtype:
-            tensor = known.empty.data
-            tensor.set_(memory, offset, sizes, strides)
-            return tensor
-        # A tensor set on a storage takes the storage's dtype.
-        stored = self._dtypes[memory.dtype]
-        flat = stored.empty.data
-        flat.set_(memory, 0, (storage.nbytes // itemsize * itemsize // stored.itemsize,), (1,))
-        return self._as_strided(flat.view(dtype), sizes, strides, offset)
 
     def current_pass(self) -> int:
         return passes.current()
