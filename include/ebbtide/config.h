@@ -19,6 +19,8 @@ struct EngineConfig {
   // While a group or an epoch runs, the last so many storages saved on a device are not copied yet either. For
   // frameworks where a storage is known by its identity only as long as the engine holds it: so later views of it join.
   std::uint32_t keep_last_storages = 0;
+  // Of which, beyond two, only as many as are no more bytes than this.
+  std::uint64_t keep_last_storages_bytes = std::uint64_t{32} << 20;
   // Bound on bytes that are loading, or loaded and not asked for, because of a guess. A larger storage is loaded alone.
   std::uint64_t prefetch_bytes = 0;
   // For storages of a group, in place of that: the rest of the group asked for, so many groups before it, and more

@@ -172,6 +172,7 @@ class Engine {
 
   // engine_offload.cc
   void look(Commands& commands, std::size_t keep_last_storages);
+  [[nodiscard]] bool is_long(const Window& window, std::size_t keep_last_storages) const;
   void look_at_parked(Commands& commands, std::size_t most, bool all);
   void look_at_all(Commands& commands);
   [[nodiscard]] std::optional<StorageId> pop_window(Window& window);

@@ -11,17 +11,26 @@ namespace {
 // A storage that stays held is looked at after 1, 2, 4 … saves, up to this power of two.
 constexpr std::uint32_t kMostLooksBetween = 6;
 
+// Storages that are kept to recognise their later views by, however large they are.
+constexpr std::size_t kAlwaysRecognised = 2;
+
 }  // namespace
 
 void Engine::look(Commands& commands, std::size_t keep_last_storages) {
   for (auto& [device, window] : windows_) {
     // At once, however many are parked: most storages are free when they leave the window.
-    while (window.storages() > keep_last_storages) {
+    while (is_long(window, keep_last_storages)) {
       const std::optional<StorageId> left = pop_window(window);
       if (!left) break;
       probe(*registry_.find(*left), commands);
     }
   }
+}
+
+// Whether it holds more storages than are kept to recognise their later views by.
+bool Engine::is_long(const Window& window, std::size_t keep_last_storages) const {
+  if (window.storages() > keep_last_storages) return true;
+  return window.storages() > kAlwaysRecognised && window.nbytes() > config_.keep_last_storages_bytes;
 }
 
 // Looks at `most` of the parked storages; those found held again and again less often, unless at `all`.

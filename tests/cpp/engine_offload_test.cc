@@ -54,6 +54,22 @@ TEST(EngineOffload, TheLastStoragesSavedAreHeldForTheirLaterViewsUntilTheEpochEn
   restore_and_drop(driver, saved);
 }
 
+TEST(EngineOffload, ManyBytesAreHeldForTheirLaterViewsOnlyOfTheLastTwoStorages) {
+  Driver driver({.config = {.keep_last_storages = 8, .keep_last_storages_bytes = 200}});
+  const EpochId epoch = driver.begin_epoch();
+  std::vector<Saved> saved;
+  for (const std::uint64_t nbytes : {64u, 64u, 64u, 64u}) {
+    saved.push_back(driver.pack(filled(driver, nbytes), bytes_view(0, nbytes), epoch));
+  }
+  EXPECT_EQ(driver.device.used_bytes(), 192u);
+  for (const std::uint64_t nbytes : {512u, 512u, 512u}) {
+    saved.push_back(driver.pack(filled(driver, nbytes), bytes_view(0, nbytes), epoch));
+  }
+  EXPECT_EQ(driver.device.used_bytes(), 1024u);
+  driver.end_epoch(epoch);
+  restore_and_drop(driver, saved);
+}
+
 TEST(EngineOffload, WhatIsKeptForItsBytesStaysWhenTheLastStoragesAreLetGo) {
   Driver driver({.config = {.keep_last_bytes = 64, .keep_last_storages = 8}});
   const EpochId epoch = driver.begin_epoch();

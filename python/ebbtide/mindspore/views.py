@@ -2,43 +2,49 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import mindspore
 import numpy as np
 from mindspore import Tensor, mint
-from mindspore.common.dtype import dtype_to_nptype
 from mindspore.ops.auto_generate import AsStrided
 
 from ebbtide.framework import ViewMeta
 from ebbtide.mindspore.storages import Held, HostBuffer
 
-_DTYPES = (
-    *(mindspore.bool_, mindspore.uint8, mindspore.uint16, mindspore.uint32, mindspore.uint64),
-    *(mindspore.int8, mindspore.int16, mindspore.int32, mindspore.int64),
-    *(mindspore.float16, mindspore.bfloat16, mindspore.float32, mindspore.float64),
-    *(mindspore.complex64, mindspore.complex128),
-    *(mindspore.float8_e4m3fn, mindspore.float8_e5m2),
-)
-# Dtypes that numpy does not have: their bytes come as these.
-_STORED = {
-    mindspore.float8_e4m3fn: mindspore.uint8,
-    mindspore.float8_e5m2: mindspore.uint8,
-}
 
-
-class Dtype:
+class Dtype(NamedTuple):
     """What a dtype is to the session. A tensor's own ``itemsize`` is wrong after ``view(dtype)``."""
 
-    __slots__ = ("itemsize", "kind", "numpy")
-
-    def __init__(self, kind: int, dtype: Any) -> None:
-        self.kind = kind
-        self.numpy = np.dtype(dtype_to_nptype(_STORED.get(dtype, dtype)))
-        self.itemsize: int = self.numpy.itemsize
+    kind: int
+    numpy: Any  # of a buffer's elements: where numpy has not the dtype itself, a view makes it
+    itemsize: int
 
 
-DTYPES = {dtype: Dtype(kind, dtype) for kind, dtype in enumerate(_DTYPES)}
+_NUMPY_DTYPES = {
+    mindspore.bool_: np.bool_,
+    mindspore.uint8: np.uint8,
+    mindspore.uint16: np.uint16,
+    mindspore.uint32: np.uint32,
+    mindspore.uint64: np.uint64,
+    mindspore.int8: np.int8,
+    mindspore.int16: np.int16,
+    mindspore.int32: np.int32,
+    mindspore.int64: np.int64,
+    mindspore.float16: np.float16,
+    mindspore.float32: np.float32,
+    mindspore.float64: np.float64,
+    mindspore.complex64: np.complex64,
+    mindspore.complex128: np.complex128,
+    mindspore.bfloat16: np.uint16,
+    mindspore.float8_e4m3fn: np.uint8,
+    mindspore.float8_e5m2: np.uint8,
+}
+
+DTYPES = {
+    dtype: Dtype(kind, numpy_dtype, np.dtype(numpy_dtype).itemsize)
+    for kind, (dtype, numpy_dtype) in enumerate(_NUMPY_DTYPES.items())
+}
 
 
 class Views:
