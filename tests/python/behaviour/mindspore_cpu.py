@@ -264,8 +264,7 @@ class MindSporeBackend:
     def square(self, x: Tensor) -> Tensor:
         return _Square.apply(x)
 
-    def around(self, buffer: Any, dtype: str, count: int, offset: int = 0) -> Tensor:
-        array = np.frombuffer(buffer, np.dtype(dtype), count=count, offset=offset)
+    def around(self, array: Any) -> Tensor:
         return Tensor.from_numpy(array)
 
     def numpy(self, tensor: Tensor) -> Any:

@@ -114,8 +114,8 @@ class Backend(Protocol):
     def square(self, x: Tensor) -> Tensor:
         """``x * x`` by a node that saves ``x`` as it is, strides and all, and can be differentiated twice."""
 
-    def around(self, buffer: Any, dtype: str, count: int, offset: int = 0) -> Tensor:
-        """A tensor on part of a buffer of the user's. ``offset`` in bytes."""
+    def around(self, array: Any) -> Tensor:
+        """A tensor on the memory of a numpy array of the user's."""
 
     def numpy(self, tensor: Tensor) -> Any:
         """The tensor's memory as an array."""

@@ -218,9 +218,9 @@ class TorchBackend:
     def square(self, x: torch.Tensor) -> torch.Tensor:
         return _Square.apply(x)
 
-    def around(self, buffer: Any, dtype: str, count: int, offset: int = 0) -> torch.Tensor:
+    def around(self, array: Any) -> torch.Tensor:
         self.require("host memory")
-        return torch.frombuffer(buffer, dtype=getattr(torch, dtype), count=count, offset=offset)
+        return torch.from_numpy(array)
 
     def numpy(self, tensor: torch.Tensor) -> Any:
         self.require("host memory")
