@@ -5,6 +5,7 @@ A cell is how all variants of a test (tier, prefetch, parameters) ended, without
 run has its reason; without one it is an unexplained hole, and the exit status is 1.
 
 Usage: ``behaviour_table.py [--short]``; ``--short`` prints totals and holes, and not the names.
+``behaviour_table.py --unavailable BACKEND REASON`` notes why a backend cannot be run here at all.
 """
 
 from __future__ import annotations
@@ -76,7 +77,14 @@ def cell(name: str, backend: str, outcomes: Outcomes, no_outcomes: str, swapped:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--short", action="store_true", help="totals and holes only")
+    parser.add_argument("--unavailable", nargs=2, metavar=("BACKEND", "REASON"))
     arguments = parser.parse_args()
+    if arguments.unavailable:
+        backend, reason = arguments.unavailable
+        OUTCOMES.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({UNAVAILABLE: reason.strip()})
+        (OUTCOMES / f"{backend}.json").write_text(text, encoding="utf-8")
+        return 0
 
     runs = {backend: read(backend) for backend in BACKENDS}
     names = sorted({name for outcomes, _ in runs.values() for name in outcomes if "::" in name})

@@ -7,6 +7,9 @@ that dies leaves a hole and not the past.
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,9 @@ FOLDER = Path(__file__).parent / "behaviour"
 FILE = ROOT / "build" / "behaviour" / f"{BACKEND}.json"
 
 _RANK = {"passed": 0, "skipped": 1, "failed": 2}
+
+TABLE = [sys.executable, str(ROOT / "tools" / "behaviour_table.py")]
+_table: subprocess.CompletedProcess[str] | None = None
 
 # Test, as file::name, or file where all of it was skipped; to parameters, to what became of it. Parameters begin with the variant of the backend.
 _outcomes: dict[str, dict[str, dict[str, str]]] = {}
@@ -59,7 +65,24 @@ def _note(item: Any, report: Any) -> None:
         tests[parameters]["reason"] = _reason(report)
 
 
-def pytest_sessionfinish() -> None:
+def note_unavailable(reason: str) -> None:
+    """The whole backend cannot be run here."""
+    subprocess.run([*TABLE, "--unavailable", BACKEND, reason], check=True)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A hole without a reason fails the run that says what ran for which framework."""
+    global _table
     if _outcomes:
         FILE.parent.mkdir(parents=True, exist_ok=True)
         FILE.write_text(json.dumps(_outcomes, indent=1, sort_keys=True))
+    if os.environ.get("EBBTIDE_BEHAVIOUR_TABLE"):
+        _table = subprocess.run([*TABLE, "--short"], capture_output=True, text=True)
+        if _table.returncode != 0 and session.exitstatus == 0:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if _table is not None:
+        terminalreporter.section("behaviour by framework and device")
+        terminalreporter.write(_table.stdout + _table.stderr)

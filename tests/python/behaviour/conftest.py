@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from outcomes import note_unavailable
 from support import BACKEND, FRAMEWORK
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -46,6 +47,7 @@ try:
     _BACKENDS = dict(_backends())
 except ImportError as error:
     print(f"BEHAVIOUR TESTS FOR {BACKEND} ARE SKIPPED, nothing of it was tested: {error}")
+    note_unavailable(f"SKIPPED, nothing of it was tested: {error}")
     _BACKENDS = {}
     collect_ignore_glob = ["test_*.py"]
 

@@ -20,7 +20,7 @@ import ebbtide.mindspore as ebb
 from ebbtide.report import Stats
 
 STEPS = 3
-LARGE = Size(layers=12, width=96, sequence=64, samples=4)
+LARGE = Size(layers=12, width=64, sequence=64, samples=2)
 KIB = 1 << 10
 
 models = pytest.mark.parametrize("name", KINDS)
