@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,16 +20,29 @@ os.environ.setdefault("EBBTIDE_DEVICE", DEVICE)
 
 pytest_plugins = ["outcomes"]
 
-_FOLDERS = {"behaviour/*", "benchmarks/*", "device/*", "mindspore/*", "models/*", "torch/*"}
+_FOLDERS = {"behaviour", "benchmarks", "device", "mindspore", "models", "torch"}
 # What needs no framework is run with torch on the CPU.
 _OF_BACKEND = {
-    "torch-cpu": {"test_*.py", "behaviour/*", "benchmarks/*", "models/*", "torch/*"},
-    "torch-tide": {"behaviour/*", "device/*", "models/*", "torch/*"},
-    "mindspore-cpu": {"behaviour/*", "mindspore/*"},
+    "torch-cpu": {"test_*.py", "behaviour", "benchmarks", "models", "torch"},
+    "torch-tide": {"behaviour", "device", "models", "torch"},
+    "mindspore-cpu": {"behaviour", "mindspore"},
 }
 
 if BACKEND not in BACKENDS:
     raise pytest.UsageError(f"EBBTIDE_TEST_BACKEND={BACKEND}: give {', '.join(BACKENDS)}")
+_OTHER = {"torch": "mindspore", "mindspore": "torch"}[FRAMEWORK]
+
+
+class _WithoutOther(MetaPathFinder):
+    """Nobody loads the other framework, or takes the folder of its tests, a namespace package of its name, for it."""
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if name.split(".")[0] == _OTHER:
+            raise ModuleNotFoundError(f"this process is for {FRAMEWORK}", name=name)
+
+
+sys.meta_path.insert(0, _WithoutOther())
+
 # The folder of a framework's tests is a namespace package of its name: what is installed has a file.
 _spec = find_spec(FRAMEWORK)
 if _spec is None or _spec.origin is None:
@@ -55,5 +69,4 @@ def pytest_report_header() -> str:
 @pytest.fixture(autouse=True)
 def one_framework() -> Iterator[None]:
     yield
-    other = {"torch": "mindspore", "mindspore": "torch"}[FRAMEWORK]
-    assert other not in sys.modules, f"{other} was loaded into a process that is for {FRAMEWORK}"
+    assert _OTHER not in sys.modules, f"{_OTHER} is in a process that is for {FRAMEWORK}"
