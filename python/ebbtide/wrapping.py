@@ -28,8 +28,8 @@ def run_inside(
             return getattr(super(wrapped, self), forward)(*args, **kwargs)
 
     def reduce(self: Any, protocol: Any) -> Any:
-        call, arguments, *rest = super(wrapped, self).__reduce_ex__(protocol)
-        return call, tuple(original if item is wrapped else item for item in arguments), *rest
+        _, arguments, *rest = super(wrapped, self).__reduce_ex__(max(2, protocol))
+        return _new, (original, *arguments[1:]), *rest
 
     methods = {
         forward: inside,
@@ -40,3 +40,7 @@ def run_inside(
     }
     wrapped: Any = type(original.__name__, (original,), methods)
     model.__class__ = wrapped
+
+
+def _new(original: type, *arguments: Any) -> Any:
+    return original.__new__(original, *arguments)

@@ -11,9 +11,6 @@ namespace {
 // A storage that stays held is looked at after 1, 2, 4 … saves, up to this power of two.
 constexpr std::uint32_t kMostLooksBetween = 6;
 
-// Storages that are kept to recognise their later views by, however large they are.
-constexpr std::size_t kAlwaysRecognised = 2;
-
 }  // namespace
 
 void Engine::look(Commands& commands, std::size_t keep_last_storages) {
@@ -48,8 +45,8 @@ void Engine::look_at_parked(Commands& commands, std::size_t most, bool all) {
 }
 
 // Where a group or an epoch begins or ends: what is free by now crosses together.
-void Engine::look_at_all(Commands& commands) {
-  look(commands, 0);
+void Engine::look_at_all(Commands& commands, std::size_t keep_last_storages) {
+  look(commands, keep_last_storages);
   look_at_parked(commands, due_.size(), true);
   if (config_.pack_below_bytes > 0) commands.push_back({.kind = CommandKind::kGather});
 }

@@ -6,8 +6,9 @@ import itertools
 import weakref
 from typing import Any
 
-import numpy as np
-from mindspore import Tensor
+import mindspore
+from mindspore import Tensor, mint
+from mindspore.common.api import _pynative_executor
 
 from ebbtide.mindspore.counters import Mark
 
@@ -43,7 +44,10 @@ class HeldStorage:
 
 
 class HostBuffer:
-    """Host memory for a restored storage. Tensors over it keep this object alive."""
+    """Host memory for a restored storage. Tensors over it keep this object alive.
+
+    It comes from MindSpore's pool, which keeps what it was once given: other memory would come on top of that.
+    """
 
     __slots__ = (
         "__array_interface__",
@@ -56,8 +60,13 @@ class HostBuffer:
     )
 
     def __init__(self, nbytes: int, residue: int) -> None:
-        self._owner: Any = np.empty(nbytes + ALIGNMENT_BYTES, np.uint8)
-        start = self._owner.ctypes.data
+        self._owner = mint.empty((nbytes,), dtype=mindspore.uint8, device="CPU")
+        if (self._owner.data_ptr() - residue) % ALIGNMENT_BYTES != 0:
+            more = nbytes + ALIGNMENT_BYTES
+            self._owner = mint.empty((more,), dtype=mindspore.uint8, device="CPU")
+        # What is queued may still use this memory, and is not waited for by those who fill it.
+        _pynative_executor.sync()
+        start: int = self._owner.data_ptr()
         self.address: int = start + (residue - start) % ALIGNMENT_BYTES
         self.number = next(_numbers)
         self.nbytes = nbytes

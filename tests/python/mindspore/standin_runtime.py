@@ -75,12 +75,18 @@ class StandInStreams(MindSporeStreams):
     def __init__(self, runtime: Any) -> None:
         super().__init__("CPU", runtime)
         self.copied_bytes = 0
+        self._staging: list[Tensor] = []
 
     def copy(self, dst: Tensor, src: Tensor) -> None:
         assert dst.nbytes == src.nbytes and dst.is_contiguous() and src.is_contiguous()
         to, begin, nbytes = dst.data_ptr(), src.data_ptr(), src.nbytes
         self.copied_bytes += nbytes
         current_stream().put(lambda: ctypes.memmove(to, begin, nbytes) and None)
+
+    def staging(self, nbytes: int, device: int) -> Tensor:
+        # The CPU's allocator knows no streams, and would give it to others before the copies have run.
+        self._staging.append(super().staging(nbytes, device))
+        return self._staging[-1]
 
     def pinned(self, nbytes: int) -> Tensor | None:
         return mint.empty((nbytes,), dtype=mindspore.uint8)
