@@ -1,4 +1,5 @@
-# Everything runs in .venv, which the targets make and fill themselves; stamps in it keep repeated runs short.
+# Everything runs in .venv, and with MindSpore in .venv-mindspore; the targets make and fill them themselves, and stamps in
+# them keep repeated runs short.
 #
 #   PYTHON         the Python to make .venv with (3.10 or newer)
 #   CXX            the C++20 compiler
@@ -21,6 +22,7 @@ export PYTHON CXX
 
 VENV := .venv
 BIN := $(VENV)/bin
+MINDSPORE := .venv-mindspore
 PEERS := .venv-peers
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # One build tree per compiler: CMake cannot change it in place.
@@ -34,14 +36,17 @@ CXX_FILES = $(shell find include src bindings tests benchmarks examples -name '*
 
 ##@ What you will want
 
-.PHONY: demo test test-full bench peers
+.PHONY: demo demo-mindspore test test-full bench peers
 demo: $(VENV)/.torch $(VENV)/.demo-deps build ## Set up, build, install and run `ebbtide demo`
 	$(BIN)/ebbtide demo
 
-test: lint test-cpp test-cpp-sanitize stubs-check typecheck test-device test-python ## All checks but the slow ones; ends with pytest's summary
+demo-mindspore: $(MINDSPORE)/.installed ## The same with MindSpore, in .venv-mindspore
+	@$(call if_mindspore,$(MINDSPORE)/bin/ebbtide demo --framework mindspore,exit 1)
+
+test: lint test-cpp test-cpp-sanitize stubs-check typecheck test-device test-mindspore test-python ## All checks but the slow ones; ends with pytest's summary
 
 test-full: PYTEST_OPTIONS :=
-test-full: lint test-cpp test-cpp-sanitize test-cpp-thread stubs-check typecheck test-device test-python ## `make test`, thread sanitizer and slow tests
+test-full: lint test-cpp test-cpp-sanitize test-cpp-thread stubs-check typecheck test-device test-mindspore test-python ## `make test`, thread sanitizer and slow tests
 
 bench: build $(VENV)/.torch $(VENV)/.demo-deps ## Benchmarks: core, host time per saved tensor, the demo in pairs, step times on a virtual clock
 	tools/system_packages.sh benchmark
@@ -57,7 +62,8 @@ peers: build $(VENV)/.torch $(VENV)/.demo-deps $(PEERS)/.installed ## Activation
 
 ##@ Parts
 
-.PHONY: build lint typecheck stubs-check test-cpp test-cpp-sanitize test-cpp-thread test-device test-python
+.PHONY: build lint typecheck stubs-check test-cpp test-cpp-sanitize test-cpp-thread test-device \
+  test-mindspore test-python
 build: $(VENV)/.installed ## Build the wheel and install it into .venv
 
 lint: $(VENV)/.dev-deps ## Include directions, clang-format, ruff
@@ -90,8 +96,12 @@ PYTEST_DEPS := build $(VENV)/.torch $(VENV)/.demo-deps $(VENV)/.dev-deps
 test-device: $(PYTEST_DEPS) ## Python tests on the test device, a process of their own
 	EBBTIDE_TEST_BACKEND=torch-tide $(BIN)/python -m pytest $(PYTEST_OPTIONS)
 
-test-python: $(PYTEST_DEPS) ## Python tests on the CPU but the slow ones
-	$(BIN)/python -m pytest $(PYTEST_OPTIONS)
+test-mindspore: $(MINDSPORE)/.installed $(VENV)/.created ## Python tests with MindSpore on the CPU, a process of their own
+	@$(call if_mindspore,EBBTIDE_TEST_BACKEND=mindspore-cpu $(MINDSPORE)/bin/python -m pytest $(PYTEST_OPTIONS),\
+	  $(BIN)/python tools/behaviour_table.py --unavailable mindspore-cpu "$$(cat $(MINDSPORE)/mindspore-unavailable)")
+
+test-python: $(PYTEST_DEPS) ## Python tests on the CPU but the slow ones; says what ran for which framework
+	EBBTIDE_BEHAVIOUR_TABLE=1 $(BIN)/python -m pytest $(PYTEST_OPTIONS)
 
 ##@ Upkeep
 
@@ -108,8 +118,8 @@ clean: ## Remove builds and caches
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find python tests tools -name __pycache__ -prune -exec rm -rf {} +
 
-distclean: clean ## `make clean`, and .venv too
-	rm -rf $(VENV) $(PEERS)
+distclean: clean ## `make clean`, and .venv and its like too
+	rm -rf $(VENV) $(MINDSPORE) $(PEERS)
 
 help: ## This list
 	@awk 'BEGIN { FS = ":.*## " } /^##@/ { print "\n" substr($$0, 5) } \
@@ -133,6 +143,9 @@ define write_stub
 mkdir -p $(dir $(1))
 $(BIN)/python -m nanobind.stubgen -q -m ebbtide._core -o $(1)
 endef
+
+# $(1) what to run if there is a MindSpore, $(2) else
+if_mindspore = if test -e $(MINDSPORE)/mindspore-unavailable; then cat $(MINDSPORE)/mindspore-unavailable >&2; $(2); else $(1); fi
 
 # $(1) requirement sets of pyproject.toml, $(2) further requirements
 install_requirements = $(BIN)/python tools/requirements.py $(1) >$@.txt && $(PIP) install --quiet -r $@.txt $(2)
@@ -163,9 +176,33 @@ $(VENV)/.runtime-deps: pyproject.toml tools/requirements.py | $(VENV)/.created
 	$(call install_requirements,runtime)
 	touch $@
 
-$(VENV)/.installed: $(PACKAGE_FILES) $(VENV)/.build-deps $(VENV)/.runtime-deps
-	$(PIP) install --quiet --no-build-isolation --no-deps --force-reinstall \
+# Built once, installed into every environment.
+$(BUILD)/dist/.built: $(PACKAGE_FILES) $(VENV)/.build-deps
+	rm -rf $(BUILD)/dist
+	$(PIP) wheel --quiet --no-build-isolation --no-deps --wheel-dir $(BUILD)/dist \
 	  --config-settings=build-dir=$(BUILD)/wheel .
+	touch $@
+
+install_wheel = $(1)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --force-reinstall $(BUILD)/dist/*.whl
+
+$(VENV)/.installed: $(BUILD)/dist/.built $(VENV)/.runtime-deps
+	$(call install_wheel,$(VENV))
+	touch $@
+
+$(MINDSPORE)/.created:
+	tools/system_packages.sh python
+	$(PYTHON) -m venv --clear $(MINDSPORE)
+	echo '*' >$(MINDSPORE)/.gitignore
+	$(MINDSPORE)/bin/python -m pip install --quiet --upgrade pip
+	touch $@
+
+# Where there is no MindSpore this is tried again each time: no stamp. What the tests need comes with it.
+$(MINDSPORE)/.mindspore: pyproject.toml tools/install_mindspore.py tools/requirements.py | $(MINDSPORE)/.created
+	$(MINDSPORE)/bin/python tools/install_mindspore.py
+	test -e $(MINDSPORE)/mindspore-unavailable || touch $@
+
+$(MINDSPORE)/.installed: $(BUILD)/dist/.built | $(MINDSPORE)/.mindspore
+	$(call if_mindspore,$(call install_wheel,$(MINDSPORE)),true)
 	touch $@
 
 # On top of .venv, whose packages it sees: what is compared runs on the torch that is in use.

@@ -134,11 +134,13 @@ void bind_engine(nb::module_& m) {
           [](Engine* self, std::shared_ptr<BlockSpace> space, std::shared_ptr<BlockSpace> backing,
              std::uint64_t min_bytes, std::uint64_t keep_last_bytes, std::optional<std::uint64_t> keep_last_groups,
              std::uint64_t prefetch_bytes, std::optional<std::uint64_t> prefetch_groups, std::uint64_t in_flight_bytes,
-             std::uint64_t max_tier_bytes, std::uint64_t max_backing_bytes, std::uint64_t pack_below_bytes) {
+             std::uint64_t max_tier_bytes, std::uint64_t max_backing_bytes, std::uint64_t pack_below_bytes,
+             std::uint32_t keep_last_storages) {
             EngineConfig config;
             config.min_bytes = min_bytes;
             config.keep_last_bytes = keep_last_bytes;
             config.keep_last_groups = keep_last_groups;
+            config.keep_last_storages = keep_last_storages;
             config.prefetch_bytes = prefetch_bytes;
             config.prefetch_groups = prefetch_groups;
             config.in_flight_bytes = in_flight_bytes;
@@ -150,7 +152,7 @@ void bind_engine(nb::module_& m) {
           nb::arg("space"), nb::arg("backing").none(), nb::kw_only(), nb::arg("min_bytes"), nb::arg("keep_last_bytes"),
           nb::arg("keep_last_groups").none(), nb::arg("prefetch_bytes"), nb::arg("prefetch_groups").none(),
           nb::arg("in_flight_bytes"), nb::arg("max_tier_bytes"), nb::arg("max_backing_bytes"),
-          nb::arg("pack_below_bytes"))
+          nb::arg("pack_below_bytes"), nb::arg("keep_last_storages") = 0)
       .def("begin_epoch", [](Engine& engine) { return value(engine.begin_epoch()); })
       .def(
           "end_epoch", [](Engine& engine, std::uint64_t epoch) { return engine.end_epoch(EpochId{epoch}); },
@@ -282,13 +284,13 @@ void bind_engine(nb::module_& m) {
             new (self) Tickets{std::make_shared<Dropped>(Dropped{std::move(engine), std::move(on_drop), core, {}})};
           },
           nb::arg("engine"), nb::arg("on_drop"), nb::sig("def __init__(self, engine: Engine, on_drop: object) -> None"))
-      .def(
-          "save", &Tickets::save, nb::arg("storage"), nb::arg("view"), nb::arg("version"), nb::arg("epoch"),
-          nb::arg("label"), nb::arg("run"), nb::arg("on_request"), nb::arg("stream"), nb::arg("forced"),
-          nb::arg("spoiled"),
-          nb::sig("def save(self, storage: tuple[int, int, int, int], view: tuple[Any, ...], version: int, epoch: int, "
-                  "label: int, run: int, on_request: bool, stream: int, forced: bool, spoiled: bool) "
-                  "-> tuple[TicketHold | None, KeepReason, int, int, bool, bool, Commands | None]"))
+      .def("save", &Tickets::save, nb::arg("storage"), nb::arg("view"), nb::arg("version"), nb::arg("epoch"),
+           nb::arg("label"), nb::arg("run"), nb::arg("on_request"), nb::arg("stream"), nb::arg("forced"),
+           nb::arg("spoiled"),
+           nb::sig(
+               "def save(self, storage: tuple[int, int, int, int], view: tuple[object, ...], version: int, epoch: int, "
+               "label: int, run: int, on_request: bool, stream: int, forced: bool, spoiled: bool) "
+               "-> tuple[TicketHold | None, KeepReason, int, int, bool, bool, Commands | None]"))
       .def(
           "run_dropped", [](Tickets& tickets, CommandRunner& runner) { runner.run_dropped(*tickets.dropped); },
           nb::arg("runner"))

@@ -16,6 +16,12 @@ struct EngineConfig {
   // Once groups were begun, in place of that: the last so many groups are not copied yet. 0: a group is copied when it
   // has ended.
   std::optional<std::uint64_t> keep_last_groups = {};
+  // While an epoch runs, the last so many storages saved on a device are not copied yet either; where a group begins or
+  // ends, the last two. For frameworks where a storage is known by its identity only as long as the engine holds it: so
+  // later views of it join.
+  std::uint32_t keep_last_storages = 0;
+  // Of which, beyond two, only as many as are no more bytes than this.
+  std::uint64_t keep_last_storages_bytes = std::uint64_t{32} << 20;
   // Bound on bytes that are loading, or loaded and not asked for, because of a guess. A larger storage is loaded alone.
   std::uint64_t prefetch_bytes = 0;
   // For storages of a group, in place of that: the rest of the group asked for, so many groups before it, and more
@@ -33,6 +39,9 @@ struct EngineConfig {
   // Storages held by others that are looked at again at each save.
   std::uint32_t probes_per_save = 2;
 };
+
+// Storages that are kept to recognise their later views by, where any are, however large they are.
+inline constexpr std::uint32_t kAlwaysRecognised = 2;
 
 // Kernels choose their code by alignment, and with it the last bits of their result: a restored storage starts at the
 // same address modulo this.

@@ -227,9 +227,10 @@ class Engine {
   void release_loaded(RunId run, Commands& commands);
 
   // engine_offload.cc
-  void look(Commands& commands);
+  void look(Commands& commands, std::size_t keep_last_storages);
+  [[nodiscard]] bool is_long(const Window& window, std::size_t keep_last_storages) const;
   void look_at_parked(Commands& commands, std::size_t most, bool all);
-  void look_at_all(Commands& commands);
+  void look_at_all(Commands& commands, std::size_t keep_last_storages);
   [[nodiscard]] std::optional<StorageId> pop_window(Window& window);
   void probe(Entry& entry, Commands& commands);
   void leave_window(Entry& entry, Commands& commands);

@@ -2,6 +2,7 @@
 // groups.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <list>
 #include <optional>
@@ -28,6 +29,7 @@ class Window {
   [[nodiscard]] std::optional<StorageId> pop_before(GroupId first_kept);
 
   [[nodiscard]] std::uint64_t nbytes() const { return nbytes_; }
+  [[nodiscard]] std::size_t storages() const { return order_.size(); }
   [[nodiscard]] bool empty() const { return order_.empty(); }
 
  private:

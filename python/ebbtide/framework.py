@@ -117,6 +117,9 @@ class Framework(Protocol):
 
     device_type: str
     streams: Streams | None  # None: memory whose work is synchronous
+    # Storages saved last that are held for their later views to be recognised by, while a group or the context runs. 0
+    # where a weak reference keeps a storage's identity.
+    keep_last_storages: int
 
     # --- what a tensor is
     def keep_reason(self, tensor: Tensor, weights: Weights) -> KeepReason | None:
@@ -190,6 +193,10 @@ class Framework(Protocol):
     def saved_tensor_hooks(
         self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
     ) -> AbstractContextManager[Any]: ...
+
+    def run_inside(self, model: Any, context: Callable[[], AbstractContextManager[Any]]) -> None:
+        """From now on each forward of the model runs inside a context of its own. Names of weights stay. Raises UsageError
+        for other objects."""
 
     def watch_blocks(
         self, model: Any, begin: Callable[[str], None], end: Callable[[str], None]

@@ -226,6 +226,17 @@ class Offload:
         finally:
             scope.end_group(depth)
 
+    def wrap(self, model: Any) -> Any:
+        """Makes each forward of the model run inside the context; returns the model.
+
+        For code that calls the model where no ``with`` can be written, such as a trainer. Weights keep their names; copies
+        of the model are not wrapped. Where the model raises, the context is left.
+
+        Raises UsageError for what is no model of this framework, and where it was wrapped before.
+        """
+        self._framework.run_inside(model, lambda: self)
+        return model
+
     def _begin_block(self, name: str) -> None:
         if self._entered.scopes:
             self._entered.block = self._entered.scopes[-1].begin_group(name)

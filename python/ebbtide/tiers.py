@@ -18,6 +18,7 @@ _NO_LIMIT = (1 << 64) - 1
 class Tiers:
     def __init__(self, framework: Framework, options: Resolved) -> None:
         self.on_disk = options.tier == "disk"
+        self._keep_last_storages = framework.keep_last_storages
         self.file: _core.SpillFile | None = None
         if options.directory is not None and self.on_disk:
             self.file = process.spill_file(options.directory, options.allow_tmpfs)
@@ -50,6 +51,7 @@ class Tiers:
             max_tier_bytes=self.max_disk_bytes if self.first == "disk" else self.max_host_bytes,
             max_backing_bytes=self.max_disk_bytes,
             pack_below_bytes=options.pack_below_bytes,
+            keep_last_storages=self._keep_last_storages,
         )
 
     def grow(self, nbytes: int) -> bool:

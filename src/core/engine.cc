@@ -31,7 +31,7 @@ Commands Engine::end_epoch(EpochId epoch) {
   registry_.close_epoch(epoch);
   groups_in_epoch_.erase(epoch);
   Commands commands;
-  look_at_all(commands);
+  look_at_all(commands, 0);
   return commands;
 }
 
@@ -43,7 +43,7 @@ Commands Engine::begin_group(EpochId epoch, std::size_t label) {
   if (group_stats_.size() <= label) group_stats_.resize(label + 1);
   ++group_stats_[label].runs;
   Commands commands;
-  look_at_all(commands);
+  look_at_all(commands, std::min<std::size_t>(config_.keep_last_storages, kAlwaysRecognised));
   return commands;
 }
 
@@ -51,7 +51,7 @@ Commands Engine::end_group() {
   const std::lock_guard lock(mutex_);
   if (running_groups_ > 0) --running_groups_;
   Commands commands;
-  look_at_all(commands);
+  look_at_all(commands, std::min<std::size_t>(config_.keep_last_storages, kAlwaysRecognised));
   return commands;
 }
 

@@ -13,11 +13,21 @@ constexpr std::uint32_t kMostLooksBetween = 6;
 
 }  // namespace
 
-void Engine::look(Commands& commands) {
+void Engine::look(Commands& commands, std::size_t keep_last_storages) {
   for (auto& [device, window] : windows_) {
     // At once, however many are parked: most storages are free when they leave the window.
-    while (const std::optional<StorageId> left = pop_window(window)) probe(*registry_.find(*left), commands);
+    while (is_long(window, keep_last_storages)) {
+      const std::optional<StorageId> left = pop_window(window);
+      if (!left) break;
+      probe(*registry_.find(*left), commands);
+    }
   }
+}
+
+// Whether it holds more storages than are kept to recognise their later views by.
+bool Engine::is_long(const Window& window, std::size_t keep_last_storages) const {
+  if (window.storages() > keep_last_storages) return true;
+  return window.storages() > kAlwaysRecognised && window.nbytes() > config_.keep_last_storages_bytes;
 }
 
 // Looks at `most` of the parked storages; those found held again and again less often, unless at `all`.
@@ -35,8 +45,8 @@ void Engine::look_at_parked(Commands& commands, std::size_t most, bool all) {
 }
 
 // Where a group or an epoch begins or ends: what is free by now crosses together.
-void Engine::look_at_all(Commands& commands) {
-  look(commands);
+void Engine::look_at_all(Commands& commands, std::size_t keep_last_storages) {
+  look(commands, keep_last_storages);
   look_at_parked(commands, due_.size(), true);
   if (config_.pack_below_bytes > 0) commands.push_back({.kind = CommandKind::kGather});
 }

@@ -57,7 +57,7 @@ SaveVerdict Engine::save(const SaveRequest& request) {
       verdict.ticket = issue(*entry, static_cast<std::uint32_t>(found - entry->views.begin()));
       follow(*entry, request, false, verdict.commands);
       join_run(*entry, request, false);
-      look(verdict.commands);
+      look(verdict.commands, config_.keep_last_storages);
       look_at_parked(verdict.commands, config_.probes_per_save, false);
       return verdict;
     }
@@ -67,7 +67,7 @@ SaveVerdict Engine::save(const SaveRequest& request) {
   verdict.ticket = issue(*entry, static_cast<std::uint32_t>(entry->views.size() - 1));
   want(*entry, range, request, verdict);
   join_run(*entry, request, verdict.outcome == SaveOutcome::kNew);
-  look(verdict.commands);
+  look(verdict.commands, config_.keep_last_storages);
   look_at_parked(verdict.commands, config_.probes_per_save, false);
   return verdict;
 }

@@ -57,6 +57,20 @@ TEST_F(EngineGroup, TheLastSoManyGroupsAreNotCopied) {
   }
 }
 
+TEST_F(EngineGroup, TheLastTwoStoragesOfAGroupThatEndedAreHeldForTheirLaterViews) {
+  Driver driver({.config = {.keep_last_groups = 0, .keep_last_storages = 8}});
+  const EpochId epoch = driver.begin_epoch();
+  const Group group = save_group(driver, epoch, 1, 5);
+  EXPECT_EQ(driver.engine.stats().d2h_copies, 3u);
+  driver.begin_group(epoch, 2);
+  EXPECT_EQ(driver.engine.stats().d2h_copies, 3u);
+  driver.end_group();
+  driver.end_epoch(epoch);
+  EXPECT_EQ(driver.engine.stats().d2h_copies, 5u);
+  EXPECT_EQ(driver.device.used_bytes(), 0u);
+  backward(driver, {group});
+}
+
 TEST_F(EngineGroup, AGroupThatRunsIsNotCopied) {
   Driver driver({.config = {.keep_last_groups = 0}});
   const EpochId epoch = driver.begin_epoch();

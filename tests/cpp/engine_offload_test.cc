@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <map>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "ebbtide/error.h"
@@ -29,6 +30,55 @@ TEST(EngineOffload, WindowKeepsTheTailAndCountsIt) {
   EXPECT_EQ(stats.h2d_copies, 3u);
   EXPECT_EQ(stats.kept[static_cast<std::size_t>(KeepReason::kLast)], 2u);
   driver.expect_at_rest();
+}
+
+TEST(EngineOffload, TheLastStoragesSavedAreHeldForTheirLaterViewsUntilTheEpochEnds) {
+  Driver driver({.config = {.keep_last_storages = 2}});
+  const EpochId epoch = driver.begin_epoch();
+  std::vector<Saved> saved;
+  Storage second;
+  for (int i = 0; i < 3; ++i) {
+    Storage storage = filled(driver, 64);
+    if (i == 1) second = storage;
+    saved.push_back(driver.pack(std::move(storage), bytes_view(0, 32), epoch));
+  }
+  EXPECT_EQ(driver.engine.stats().d2h_copies, 1u);
+  saved.push_back(driver.pack(std::exchange(second, nullptr), bytes_view(16, 64), epoch));
+  EXPECT_EQ(saved.back().outcome, SaveOutcome::kJoined);
+  EXPECT_EQ(driver.engine.stats().d2h_copies, 1u);
+  driver.end_epoch(epoch);
+  const Stats stats = driver.engine.stats();
+  EXPECT_EQ(stats.d2h_copies, 3u);
+  EXPECT_EQ(stats.d2h_bytes, 32u + 64u + 32u);
+  EXPECT_EQ(driver.device.used_bytes(), 0u);
+  restore_and_drop(driver, saved);
+}
+
+TEST(EngineOffload, ManyBytesAreHeldForTheirLaterViewsOnlyOfTheLastTwoStorages) {
+  Driver driver({.config = {.keep_last_storages = 8, .keep_last_storages_bytes = 200}});
+  const EpochId epoch = driver.begin_epoch();
+  std::vector<Saved> saved;
+  for (const std::uint64_t nbytes : {64u, 64u, 64u, 64u}) {
+    saved.push_back(driver.pack(filled(driver, nbytes), bytes_view(0, nbytes), epoch));
+  }
+  EXPECT_EQ(driver.device.used_bytes(), 192u);
+  for (const std::uint64_t nbytes : {512u, 512u, 512u}) {
+    saved.push_back(driver.pack(filled(driver, nbytes), bytes_view(0, nbytes), epoch));
+  }
+  EXPECT_EQ(driver.device.used_bytes(), 1024u);
+  driver.end_epoch(epoch);
+  restore_and_drop(driver, saved);
+}
+
+TEST(EngineOffload, WhatIsKeptForItsBytesStaysWhenTheLastStoragesAreLetGo) {
+  Driver driver({.config = {.keep_last_bytes = 64, .keep_last_storages = 8}});
+  const EpochId epoch = driver.begin_epoch();
+  std::vector<Saved> saved;
+  for (int i = 0; i < 3; ++i) saved.push_back(driver.pack(filled(driver, 64), bytes_view(0, 64), epoch));
+  EXPECT_EQ(driver.engine.stats().d2h_copies, 0u);
+  driver.end_epoch(epoch);
+  EXPECT_EQ(driver.engine.stats().d2h_copies, 2u);
+  restore_and_drop(driver, saved);
 }
 
 TEST(EngineOffload, WindowsAreOfOneDevice) {

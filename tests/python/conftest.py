@@ -1,28 +1,72 @@
-"""Bits depend on the number of threads: one for every test that loads torch."""
+"""A process is for one framework on one device. Bits depend on the number of threads: one for every test."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
 from pathlib import Path
 
-# These tests are about the device of their backend, also on a machine with an accelerator.
-on_tide = os.environ.get("EBBTIDE_TEST_BACKEND") == "torch-tide"
-os.environ.setdefault("EBBTIDE_DEVICE", "tide" if on_tide else "cpu")
+import pytest
 
+# These tests are about the device of their backend, also on a machine with an accelerator.
 sys.path.insert(0, str(Path(__file__).parent))
 
-try:
-    import torch
-except ImportError:
-    collect_ignore_glob = ["behaviour/*", "benchmarks/*", "device/*", "models/*", "torch/*"]
-    _left_out = "torch is not installed"
+from support import BACKEND, BACKENDS, DEVICE, FRAMEWORK  # noqa: E402
+
+os.environ.setdefault("EBBTIDE_DEVICE", DEVICE)
+
+pytest_plugins = ["outcomes"]
+
+_FOLDERS = {"behaviour", "benchmarks", "device", "mindspore", "models", "torch"}
+# What needs no framework is run with torch on the CPU.
+_OF_BACKEND = {
+    "torch-cpu": {"test_*.py", "behaviour", "benchmarks", "models", "torch"},
+    "torch-tide": {"behaviour", "device", "models", "torch"},
+    "mindspore-cpu": {"behaviour", "mindspore"},
+}
+
+if BACKEND not in BACKENDS:
+    raise pytest.UsageError(f"EBBTIDE_TEST_BACKEND={BACKEND}: give {', '.join(BACKENDS)}")
+_OTHER = {"torch": "mindspore", "mindspore": "torch"}[FRAMEWORK]
+
+
+class _WithoutOther(MetaPathFinder):
+    """Nobody loads the other framework, or takes the folder of its tests, a namespace package of its name, for it."""
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if name.split(".")[0] == _OTHER:
+            raise ModuleNotFoundError(f"this process is for {FRAMEWORK}", name=name)
+
+
+sys.meta_path.insert(0, _WithoutOther())
+
+# The folder of a framework's tests is a namespace package of its name: what is installed has a file.
+_spec = find_spec(FRAMEWORK)
+if _spec is None or _spec.origin is None:
+    collect_ignore_glob = sorted(_FOLDERS | ({"test_*.py"} - _OF_BACKEND[BACKEND]))
+    _left_out = f"{FRAMEWORK} is not installed"
 else:
-    # A process is for one device. What needs none is run with the CPU's.
-    collect_ignore_glob = ["test_*.py", "benchmarks/*"] if on_tide else ["device/*"]
-    _left_out = f"with EBBTIDE_TEST_BACKEND={'torch-tide' if on_tide else 'torch-cpu'}"
-    torch.set_num_threads(1)
+    collect_ignore_glob = sorted((_FOLDERS | {"test_*.py"}) - _OF_BACKEND[BACKEND])
+    _left_out = f"with EBBTIDE_TEST_BACKEND={BACKEND}"
+    if FRAMEWORK == "torch":
+        import torch
+
+        torch.set_num_threads(1)
+    else:
+        import mindspore
+
+        # Work is done when the call returns, as on torch's CPU; what is held can then be told.
+        mindspore.runtime.launch_blocking()
 
 
 def pytest_report_header() -> str:
     return f"{_left_out}, {', '.join(collect_ignore_glob)} are left out"
+
+
+@pytest.fixture(autouse=True)
+def one_framework() -> Iterator[None]:
+    yield
+    assert _OTHER not in sys.modules, f"{_OTHER} is in a process that is for {FRAMEWORK}"

@@ -13,10 +13,12 @@ from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 
 from ebbtide._core import KeepReason, Owned
+from ebbtide.errors import UsageError
 from ebbtide.framework import StorageRef, Streams, ViewMeta, Weights
 from ebbtide.torch.blocks import repeated_blocks, watch
 from ebbtide.torch.streams import TorchStreams
 from ebbtide.torch.weights import ModelWeights, is_weight, is_weight_cast
+from ebbtide.wrapping import run_inside
 
 _ALIGNMENT_BYTES = 512
 _MAX_VIEW_KINDS = 4  # conj and neg bits
@@ -40,6 +42,8 @@ _REFERENCES_OF_A_LIST = sys.getrefcount(_held[-1])
 
 class TorchFramework:
     """See :class:`ebbtide.framework.Framework`. One device type per object; thread safe."""
+
+    keep_last_storages = 0
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
@@ -273,6 +277,13 @@ class TorchFramework:
         self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
     ) -> AbstractContextManager[Any]:
         return saved_tensors_hooks(pack, unpack)
+
+    def run_inside(self, model: Any, context: Callable[[], AbstractContextManager[Any]]) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise UsageError(
+                f"[offload.wrap] {type(model).__name__} is no model: pass a torch.nn.Module"
+            )
+        run_inside(model, "forward", context)
 
     def watch_blocks(
         self, model: Any, begin: Callable[[str], None], end: Callable[[str], None]

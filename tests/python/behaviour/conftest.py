@@ -6,15 +6,15 @@
 from __future__ import annotations
 
 import gc
-import os
 import sys
 from pathlib import Path
 
 import pytest
+from outcomes import note_unavailable
+from support import BACKEND, FRAMEWORK
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-_NAME = os.environ.get("EBBTIDE_TEST_BACKEND", "torch-cpu")
 # Prefetching must change no byte count: every test runs with and without.
 _PREFETCH = {"prefetch": {}, "no-prefetch": {"prefetch_bytes": 0}}
 _PACKED = {"": {}, "packed-": {"group_swap": True}}
@@ -22,31 +22,37 @@ _PACKED = {"": {}, "packed-": {"group_swap": True}}
 
 def _backends():
     """Names and what makes the backend."""
-    if _NAME == "torch-cpu":
+    tiers = ("disk", "host")
+    if BACKEND == "torch-cpu":
         from torch_cpu import TorchBackend as Backend
-
-        tiers = ("disk", "host")
-        packed = {"": {}}
-    elif _NAME == "torch-tide":
+    elif BACKEND == "torch-tide":
         from torch_tide import TideBackend as Backend
 
         tiers = ("host",)
-        packed = _PACKED
     else:
-        raise pytest.UsageError(f"EBBTIDE_TEST_BACKEND={_NAME}: give torch-cpu or torch-tide")
+        from mindspore_cpu import MindSporeBackend as Backend
     for tier in tiers:
-        for swap, swap_options in packed.items():
+        for swap, swap_options in _PACKED.items():
             for prefetch, prefetch_options in _PREFETCH.items():
                 options = swap_options | prefetch_options
-                yield f"{_NAME}-{tier}-{swap}{prefetch}", lambda t=tier, o=options: Backend(t, **o)
+                if swap and len(tiers) > 1 and (tier == "host") == bool(prefetch_options):
+                    continue  # each tier packed once, and each way to prefetch
+                yield (
+                    f"{BACKEND}-{tier}-{swap}{prefetch}",
+                    lambda t=tier, o=options: Backend(t, **o),
+                )
 
 
 try:
     _BACKENDS = dict(_backends())
 except ImportError as error:
-    print(f"BEHAVIOUR TESTS FOR {_NAME} ARE SKIPPED, nothing of it was tested: {error}")
+    print(f"BEHAVIOUR TESTS FOR {BACKEND} ARE SKIPPED, nothing of it was tested: {error}")
+    note_unavailable(f"SKIPPED, nothing of it was tested: {error}")
     _BACKENDS = {}
     collect_ignore_glob = ["test_*.py"]
+
+if FRAMEWORK != "torch":
+    collect_ignore_glob = ["test_torch_*.py"]
 
 
 @pytest.fixture(params=_BACKENDS)
@@ -59,8 +65,12 @@ def backend(request):
 
 
 @pytest.fixture
-def torch_backend(backend):
+def torch_backend(request, backend):
     """For what only PyTorch has; tensors and modules are made on the backend's device."""
+    if FRAMEWORK != "torch":
+        from mindspore_lacks import TESTS
+
+        pytest.skip(TESTS[request.node.originalname])
     import torch
 
     with torch.device(backend.device):

@@ -7,6 +7,7 @@ the framework's own and opaque to the tests; a program is a function from leaves
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 Tensor = Any
@@ -35,6 +36,14 @@ class Pass(Protocol):
         """Backward from ones: the gradients of the leaves. Without ``retain`` the graph is freed."""
 
 
+class Network(NamedTuple):
+    """A model of the framework's own modules."""
+
+    model: Any  # what `offload` takes
+    weights: list[Tensor]  # parameters, to differentiate by
+    run: Callable[[Tensor], Tensor]
+
+
 class Backend(Protocol):
     name: str
     tier: str
@@ -44,13 +53,22 @@ class Backend(Protocol):
     prefetches: bool
     # Whether small storages cross together, once the context is left: the same bytes in fewer copies.
     packs: bool
+    # Whether the last few storages are copied when the context is left and not before.
+    waits: bool
+    # Whether it is known that somebody holds a view of a storage, and not only the tensor that was saved: then what others
+    # hold is not copied, and is found again alive.
+    counts_holders: bool
 
     def begin(self) -> None:
         """Before a test."""
 
     def require(self, what: str) -> None:
         """Skips the test where this backend has no such thing: "host memory" (that others may describe and write to),
-        "sparse tensors", "nested tensors", "quantized tensors"."""
+        "sparse tensors", "nested tensors", "quantized tensors", "kernels that save views",
+        "second derivatives of slices"."""
+
+    def hide_use_counts(self, monkeypatch: Any) -> None:
+        """For the rest of the test, nobody knows who else holds a storage."""
 
     def expect_torn_copies(self) -> None:
         """The test writes to what may just be copied out; such a copy must not be used."""
@@ -93,7 +111,35 @@ class Backend(Protocol):
         ``peek`` elements of each dimension.
         """
 
+    def square(self, x: Tensor) -> Tensor:
+        """``x * x`` by a node that saves ``x`` as it is, strides and all, and can be differentiated twice."""
+
+    def around(self, array: Any) -> Tensor:
+        """A tensor on the memory of a numpy array of the user's."""
+
+    def numpy(self, tensor: Tensor) -> Any:
+        """The tensor's memory as an array."""
+
+    def network(self, width: int = 8, seed: int = 0) -> Network:
+        """Two linear layers of a model; between them GELU and layer normalisation."""
+
     # --- running
+    def recording(self) -> AbstractContextManager[Any]:
+        """What runs inside is differentiable. `forward` does this by itself."""
+
+    def no_grad(self) -> AbstractContextManager[Any]:
+        """What runs inside is not."""
+
+    def gradients(
+        self,
+        output: Tensor,
+        tensors: Sequence[Tensor],
+        *,
+        retain: bool = False,
+        record: bool = False,
+    ) -> list[Tensor | None]:
+        """Backward from ones. ``record``: it is differentiable itself, and the graph stays."""
+
     def forward(self, program: Program, leaves: Sequence[Tensor], tide: Any = None) -> Pass:
         """Run the program; with ``tide``, inside its context."""
 

@@ -84,6 +84,7 @@ def test_softmax_output_saved_in_four_and_three_dimensions(backend):
         backend.leaf(6, 5, 4, dtype="float32", seed=1),
     ]
     stats = compare(backend, program, leaves)
+    backend.require("kernels that save views")
     # `values` is a leaf that the test holds: it is never copied.
     assert stats.d2h_bytes == stats.h2d_bytes == 2 * 3 * 5 * 5 * FLOAT
     assert stats.d2h_copies == stats.h2d_copies == 1
@@ -100,6 +101,7 @@ def test_attention_output_before_and_after_reshape(backend):
         backend.leaf(7, 12, dtype="float32", seed=1),
     ]
     stats = compare(backend, program, leaves)
+    backend.require("kernels that save views")
     assert stats.d2h_bytes == stats.h2d_bytes == 2 * 5 * 12 * FLOAT
     assert stats.d2h_copies == stats.h2d_copies == 1
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
-import torch
 from checks import assert_moved, assert_same, compare, note, run
 from support import assert_at_rest, assert_loaded
 
@@ -33,8 +33,14 @@ def test_a_reused_address_is_a_new_storage(backend, sizes):
         passes = [backend.forward(program(part), [backend.leaf(1)], tide) for part in parts]
         return [gradient for p in reversed(passes) for gradient in p.gradients()]
 
-    expected, tide = both(), backend.offload()
-    assert_same(backend, both(tide), expected)
+    expected = both()
+    for _ in range(
+        5
+    ):  # what is packed lives to the end of the context: reuse is the allocator's whim
+        tide = backend.offload()
+        assert_same(backend, both(tide), expected)
+        if len(set(addresses)) < 60:
+            break
     assert len(set(addresses)) < 60, "no address was reused: the test shows nothing"
     stats = tide.stats()
     assert (stats.storages, stats.exact_duplicates) == (60, 0)
@@ -102,54 +108,47 @@ def test_the_map_is_bounded_by_what_lives(backend):
 # --- memory that others describe too
 
 
-def test_two_storages_that_touch(torch_backend):
-    """Two storages side by side in one buffer of the user's."""
-    torch_backend.require("host memory")
-    memory = bytearray(range(128))
+def test_two_storages_that_touch(backend):
+    """Two storages side by side in one array of the user's."""
+    array = numpy.arange(32, dtype=numpy.float32)
 
     def program(anchor):
-        x = torch.frombuffer(memory, dtype=torch.float32, count=16)
-        y = torch.frombuffer(memory, dtype=torch.float32, count=16, offset=64)
-        assert y.data_ptr() == x.data_ptr() + 64
+        x, y = backend.around(array[:16]), backend.around(array[16:])
+        assert backend.address(y) == backend.address(x) + 64
         restored.clear()
-        return torch_backend.save(anchor, [x, y], restored=restored)
+        return backend.save(anchor, [x, y], restored=restored)
 
     restored = []
-    stats = compare(torch_backend, program, [torch_backend.leaf(2)])
+    stats = compare(backend, program, [backend.leaf(2)])
     assert stats.storages == 2
-    assert_moved(torch_backend, stats, 128, copies=2)
-    assert torch_backend.bits(restored[0]) + torch_backend.bits(restored[1]) == bytes(range(128))
-    assert not torch_backend.same_storage(*restored)
+    assert_moved(backend, stats, 128, copies=2)
+    assert backend.bits(restored[0]) + backend.bits(restored[1]) == array.tobytes()
+    assert not backend.same_storage(*restored)
 
 
-def test_two_storages_at_one_address(torch_backend):
-    torch_backend.require("host memory")
-    memory = bytearray(range(64))
+def test_two_storages_at_one_address(backend):
+    array = numpy.arange(64, dtype=numpy.uint8)
 
     def program(anchor):
-        whole = torch.frombuffer(memory, dtype=torch.uint8)
-        part = torch.frombuffer(memory, dtype=torch.uint8, count=24)
-        return torch_backend.save(anchor, [whole, part])
+        return backend.save(anchor, [backend.around(array), backend.around(array[:24])])
 
-    stats = compare(torch_backend, program, [torch_backend.leaf(2)])
+    stats = compare(backend, program, [backend.leaf(2)])
     assert (stats.storages, stats.exact_duplicates) == (2, 0)
-    assert_moved(torch_backend, stats, 64 + 24, copies=2)
+    assert_moved(backend, stats, 64 + 24, copies=2)
 
 
-def test_a_zero_byte_storage_at_the_start_of_another(torch_backend):
-    torch_backend.require("host memory")
-    numpy = pytest.importorskip("numpy", reason="numpy shares memory without bytes")
+def test_a_zero_byte_storage_at_the_start_of_another(backend):
     array = numpy.arange(16, dtype=numpy.float32)
 
     def program(anchor):
-        empty, x = torch.from_numpy(array[:0]), torch.from_numpy(array)
+        empty, x = backend.around(array[:0]), backend.around(array)
         restored.clear()
-        return torch_backend.save(anchor, [empty, x, empty], restored=restored)
+        return backend.save(anchor, [empty, x, empty], restored=restored)
 
     restored = []
-    stats = compare(torch_backend, program, [torch_backend.leaf(2)])
-    assert_moved(torch_backend, stats, 16 * FLOAT)
-    assert [t.numel() for t in restored] == [0, 16, 0]
+    stats = compare(backend, program, [backend.leaf(2)])
+    assert_moved(backend, stats, 16 * FLOAT)
+    assert [backend.layout(t).sizes for t in restored] == [(0,), (16,), (0,)]
 
 
 # --- contents that change between forwards
@@ -184,58 +183,56 @@ def uncounted(backend):
 
 
 def through_numpy(backend):
-    return lambda static: static.numpy().__setitem__(slice(None), 7)
+    return lambda static: backend.numpy(static).__setitem__(slice(None), 7)
 
 
 @pytest.mark.parametrize("contexts", ["one", "two"])
 @pytest.mark.parametrize("refill", [uncounted, through_numpy])
-def test_a_static_buffer_refilled_unseen_between_two_forwards(torch_backend, refill, contexts):
+def test_a_static_buffer_refilled_unseen_between_two_forwards(backend, refill, contexts):
     """Plain autograd reads the new contents for both graphs: so does this."""
-    if refill is through_numpy:
-        torch_backend.require("host memory")
-    leaf = torch_backend.leaf(3)
-    expected = refilled(torch_backend, Nothing(), leaf, refill(torch_backend), contexts)
-    tide = torch_backend.offload()
-    found = refilled(torch_backend, tide, leaf, refill(torch_backend), contexts)
-    assert_same(torch_backend, found, expected)
+    leaf = backend.leaf(3)
+    expected = refilled(backend, Nothing(), leaf, refill(backend), contexts)
+    tide = backend.offload()
+    found = refilled(backend, tide, leaf, refill(backend), contexts)
+    assert_same(backend, found, expected)
     assert_at_rest(tide)
 
 
-def test_a_refilled_buffer_where_use_counts_are_not_known(torch_backend, monkeypatch):
+def test_a_refilled_buffer_where_use_counts_are_not_known(backend, monkeypatch):
     """The buffer was copied in the first forward: the second one must not be given that copy."""
-    monkeypatch.setattr("ebbtide.torch.framework._use_count", None)
-    leaf = torch_backend.leaf(3)
-    refill = uncounted(torch_backend)
-    expected = refilled(torch_backend, Nothing(), leaf, refill, "two")
-    tide = torch_backend.offload()
-    found = refilled(torch_backend, tide, leaf, refill, "two")
-    assert_same(torch_backend, found[:1], expected[:1])
+    backend.hide_use_counts(monkeypatch)
+    leaf = backend.leaf(3)
+    refill = uncounted(backend)
+    expected = refilled(backend, Nothing(), leaf, refill, "two")
+    tide = backend.offload()
+    found = refilled(backend, tide, leaf, refill, "two")
+    assert_same(backend, found[:1], expected[:1])
     assert tide.stats().storages == 2
     assert_at_rest(tide)
 
 
-def test_a_static_buffer_refilled_in_sight_between_two_forwards(torch_backend):
+def test_a_static_buffer_refilled_in_sight_between_two_forwards(backend):
     """The first graph's gradients are refused, as without; the second graph's are right."""
-    leaf = torch_backend.leaf(3)
-    static = torch_backend.tensor(12, dtype="int32", seed=5)
+    leaf = backend.leaf(3)
+    static = backend.tensor(12, dtype="int32", seed=5)
 
     def program(a):
-        return torch_backend.save(a, [static])
+        return backend.save(a, [static])
 
-    for tide in (Nothing(), torch_backend.offload()):
-        first = torch_backend.forward(program, [leaf], tide)
-        torch_backend.write(static)
-        second = torch_backend.forward(program, [leaf], tide)
-        assert_same(torch_backend, second.gradients(), run(torch_backend, program, [leaf])[1:])
+    for tide in (Nothing(), backend.offload()):
+        first = backend.forward(program, [leaf], tide)
+        backend.write(static)
+        second = backend.forward(program, [leaf], tide)
+        assert_same(backend, second.gradients(), run(backend, program, [leaf])[1:])
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             first.gradients()
         first = second = None
     assert_at_rest(tide)
 
 
-def test_a_restored_tensor_that_was_written_unseen_and_saved_again(torch_backend):
+def test_a_restored_tensor_that_was_written_unseen_and_saved_again(backend):
     """The restored storage has the old bytes in a tier: a later forward must not be given them."""
-    backend, leaf = torch_backend, torch_backend.leaf(3)
+    leaf = backend.leaf(3)
 
     def twice(tide):
         restored = []
@@ -253,7 +250,7 @@ def test_a_restored_tensor_that_was_written_unseen_and_saved_again(torch_backend
 
     def alone(tide):
         x = backend.tensor(8, dtype="int32")
-        first = backend.forward(lambda a: backend.save(a, [x.clone()]), [leaf], tide)
+        first = backend.forward(lambda a: backend.save(a, [backend.op("clone", x)]), [leaf], tide)
         backend.write(x, counted=False)
         second = backend.forward(lambda a: backend.save(a, [x]), [leaf], tide)
         return first.gradients() + second.gradients()

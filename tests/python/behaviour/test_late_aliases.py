@@ -47,11 +47,12 @@ ROWS = [
 
 @pytest.mark.parametrize(("chains", "nbytes", "copies", "packs"), ROWS)
 def test_a_view_saved_after_the_copy_adds_only_what_is_not_covered(
-    torch_backend, monkeypatch, chains, nbytes, copies, packs
+    backend, monkeypatch, chains, nbytes, copies, packs
 ):
     """Without use counts nothing is parked: every view is copied as it is saved."""
-    monkeypatch.setattr("ebbtide.torch.framework._use_count", None)
-    backend, noted, restored = torch_backend, [], []
+    backend.hide_use_counts(monkeypatch)
+    copies = packs if backend.waits else copies
+    noted, restored = [], []
     program = save_one_by_one(backend, lambda: backend.tensor(10, 4), chains, noted, restored)
     stats = compare(backend, program, [backend.leaf(2)])
     assert_out(backend, stats, nbytes, copies, packs=packs)
@@ -99,7 +100,7 @@ def test_a_small_view_alone_moves_only_its_bytes_and_frees_the_storage(backend):
 
 
 def test_an_alias_that_is_never_saved_keeps_the_storage_and_its_bytes(backend):
-    """The user's alias is the only reason that nothing moves; it stays readable throughout."""
+    """The user's alias is the only reason that nothing moves, where it is seen; it stays readable throughout."""
     held, before = [], []
 
     def program(anchor):
@@ -112,11 +113,13 @@ def test_an_alias_that_is_never_saved_keeps_the_storage_and_its_bytes(backend):
     expected = run(backend, program, leaves)
     tide = backend.offload()
     forward = backend.forward(program, leaves, tide)
-    assert tide.stats().parked == 1
-    assert tide.stats().d2h_bytes == 0
+    nbytes = 0 if backend.counts_holders else 20 * FLOAT
+    assert tide.stats().parked == (1 if backend.counts_holders else 0)
     assert_same(backend, [forward.output, *forward.gradients()], expected)
     assert [backend.bits(held[0])] == before
-    assert tide.stats().live_hits == 1
+    stats = tide.stats()
+    assert (stats.d2h_bytes, stats.h2d_bytes) == (nbytes, nbytes)
+    assert stats.live_hits == (1 if backend.counts_holders else 0)
     assert_at_rest(tide)
 
 
@@ -136,6 +139,6 @@ def test_an_alias_dropped_before_the_next_save_lets_the_storage_move(backend):
 
     moved = []
     stats = compare(backend, program, [backend.leaf(2)], tide=tide)
-    assert moved == [0, 0 if backend.packs else 40 * FLOAT]
+    assert moved == [0, 0 if backend.waits else 40 * FLOAT]
     assert_moved(backend, stats, 43 * FLOAT, copies=2)
     assert not write_shows(backend, restored[-1], restored[-2])

@@ -52,21 +52,21 @@ def test_small_tensors_among_large_ones(backend):
     assert_moved(backend, stats, (64 + 32) * FLOAT, copies=2)
 
 
-def test_the_default_threshold(torch_backend):
+def test_the_default_threshold(backend):
     """64 KiB to disk, and in packs; 256 KiB to host memory."""
-    small = torch_backend.packs or torch_backend.tier == "disk"
+    small = backend.packs or backend.tier == "disk"
     threshold = 64 << 10 if small else 256 << 10
-    tide = torch_backend.offload(min_bytes=None)
+    tide = backend.offload(min_bytes=None)
 
     def build():
         return [
-            torch_backend.tensor(threshold - 1, dtype="uint8"),
-            torch_backend.tensor(threshold, dtype="uint8"),
+            backend.tensor(threshold - 1, dtype="uint8"),
+            backend.tensor(threshold, dtype="uint8"),
         ]
 
-    stats, _ = save_and_restore(torch_backend, build, tide=tide)
+    stats, _ = save_and_restore(backend, build, tide=tide)
     assert stats.kept["small"] == 1
-    assert_moved(torch_backend, stats, threshold)
+    assert_moved(backend, stats, threshold)
 
 
 def test_the_last_bytes_stay(backend):
@@ -85,22 +85,22 @@ def test_the_last_bytes_stay(backend):
     assert_back(backend, stats, 6 * 32 * FLOAT, copies=6)
 
 
-def test_a_policy_decides_tensor_by_tensor(torch_backend):
+def test_a_policy_decides_tensor_by_tensor(backend):
     """A tensor that the policy wants moved is moved whatever its size."""
-    from ebbtide.torch import CheckpointPolicy
+    from ebbtide.policy import CheckpointPolicy
 
     def policy(tensor):
         wanted = tensor.numel() % 2 == 0
         return CheckpointPolicy.MUST_SWAP if wanted else CheckpointPolicy.MUST_SAVE
 
-    tide = torch_backend.offload(min_bytes="1MiB", policy=policy)
+    tide = backend.offload(min_bytes="1MiB", policy=policy)
 
     def build():
-        return [torch_backend.tensor(size, seed=size) for size in (3, 4, 5, 6)]
+        return [backend.tensor(size, seed=size) for size in (3, 4, 5, 6)]
 
-    stats, _ = save_and_restore(torch_backend, build, tide=tide)
+    stats, _ = save_and_restore(backend, build, tide=tide)
     assert stats.kept["policy"] == 2
-    assert_moved(torch_backend, stats, 10 * FLOAT, copies=2)
+    assert_moved(backend, stats, 10 * FLOAT, copies=2)
 
 
 # --- requires_grad, is_leaf, grad_fn: as a saved tensor has them without hooks
@@ -195,10 +195,9 @@ def test_a_result_saved_by_its_own_node(torch_backend):
     assert_at_rest(tide)
 
 
-def test_python_attributes_survive_only_on_the_tensor_itself(torch_backend):
+def test_python_attributes_survive_only_on_the_tensor_itself(backend):
     """An offloaded tensor is a new object: attributes that were set on it do not come back."""
     seen = []
-    backend = torch_backend
     tide = backend.offload()
 
     def program(a):

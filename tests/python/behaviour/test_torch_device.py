@@ -8,7 +8,8 @@ import pytest
 import torch
 from checks import assert_same, note
 from inplace import Node
-from support import DEVICE, assert_at_rest, assert_loaded, assert_no_races, end_backward
+from support import DEVICE, assert_at_rest, assert_loaded
+from torch_support import assert_no_races, end_backward
 
 import ebbtide.torch as ebb
 

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from protocol import Layout, Program, Step
-from support import EXACT, end_backward
+from protocol import Layout, Network, Program, Step
+from support import EXACT
+from torch_support import end_backward
 
 import ebbtide.torch as ebb
 
@@ -100,30 +101,56 @@ class _Save(torch.autograd.Function):
         return grad * total, None, *(None for _ in tensors)
 
 
+class _Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * x * 2
+
+
 class TorchPass:
     def __init__(self, output: torch.Tensor, leaves: Sequence[torch.Tensor]) -> None:
         self.output = output
         self._leaves = leaves
 
     def gradients(self, retain: bool = False) -> list[torch.Tensor | None]:
-        ones = torch.ones_like(self.output)
-        grads = torch.autograd.grad(
-            self.output, self._leaves, ones, retain_graph=retain, allow_unused=True
-        )
-        end_backward()
-        return list(grads)
+        return differentiate(self.output, self._leaves, retain)
+
+
+def differentiate(
+    output: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    retain: bool = False,
+    record: bool = False,
+) -> list[torch.Tensor | None]:
+    grads = torch.autograd.grad(
+        output,
+        tensors,
+        torch.ones_like(output),
+        retain_graph=retain or record,
+        create_graph=record,
+        allow_unused=True,
+    )
+    end_backward()
+    return list(grads)
 
 
 class TorchBackend:
     """See :class:`protocol.Backend`."""
 
     device = "cpu"
+    counts_holders = True
 
     def __init__(self, tier: str, **options: Any) -> None:
         self.tier = tier
         self.exact = EXACT | options
         self.prefetches = options.get("prefetch_bytes") != 0
-        self.packs = bool(options.get("group_swap"))
+        self.packs = self.waits = bool(options.get("group_swap"))
         self.name = f"torch-{self.device}-{tier}"
 
     def begin(self) -> None:
@@ -134,6 +161,10 @@ class TorchBackend:
 
     def require(self, what: str) -> None:
         pass
+
+    def hide_use_counts(self, monkeypatch: Any) -> None:
+        monkeypatch.setattr("ebbtide.torch.framework._use_count", None)
+        self.counts_holders = False
 
     def expect_torn_copies(self) -> None:
         pass
@@ -183,6 +214,44 @@ class TorchBackend:
         peek: int | None = None,
     ) -> torch.Tensor:
         return _Save.apply(anchor, _Reading(restored, reads, peek), *tensors)
+
+    def square(self, x: torch.Tensor) -> torch.Tensor:
+        return _Square.apply(x)
+
+    def around(self, array: Any) -> torch.Tensor:
+        self.require("host memory")
+        return torch.from_numpy(array)
+
+    def numpy(self, tensor: torch.Tensor) -> Any:
+        self.require("host memory")
+        return tensor.numpy()
+
+    def network(self, width: int = 8, seed: int = 0) -> Network:
+        torch.manual_seed(seed)
+        with torch.device(self.device):
+            model = torch.nn.Sequential(
+                torch.nn.Linear(width, 2 * width),
+                torch.nn.GELU(),
+                torch.nn.LayerNorm(2 * width),
+                torch.nn.Linear(2 * width, width),
+            )
+        return Network(model, list(model.parameters()), model)
+
+    def recording(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.enable_grad()
+
+    def no_grad(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.no_grad()
+
+    def gradients(
+        self,
+        output: torch.Tensor,
+        tensors: Sequence[torch.Tensor],
+        *,
+        retain: bool = False,
+        record: bool = False,
+    ) -> list[torch.Tensor | None]:
+        return differentiate(output, tensors, retain, record)
 
     def forward(
         self, program: Program, leaves: Sequence[torch.Tensor], tide: Any = None

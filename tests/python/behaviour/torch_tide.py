@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import device_races
 from torch_cpu import TorchBackend
+from torch_support import device_races
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "device"))
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from support import assert_at_rest, end_backward
+from support import assert_at_rest
 from torch import nn
+from torch_support import end_backward
 
 import ebbtide.torch as ebb
 

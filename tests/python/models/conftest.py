@@ -7,7 +7,8 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from support import BACKEND, assert_no_races, load_test_device
+from support import BACKEND
+from torch_support import assert_no_races, load_test_device
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
 

@@ -9,10 +9,12 @@ from functools import cache
 from typing import Any
 
 import torch
-from saved_bytes import SavedBytes, count_saved
-from support import DEVICE, assert_same_bits
+from saved_bytes import SavedBytes
+from support import DEVICE
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from torch_saved_bytes import count_saved
+from torch_support import assert_same_bits
 from zoo import SMALL, ZOO, Batch, Size
 
 import ebbtide.torch as ebb

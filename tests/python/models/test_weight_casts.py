@@ -7,8 +7,9 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from saved_bytes import count_saved
-from support import EXACT, assert_at_rest, assert_loaded, assert_same_bits
+from support import EXACT, assert_at_rest, assert_loaded
+from torch_saved_bytes import count_saved
+from torch_support import assert_same_bits
 
 import ebbtide.torch as ebb
 

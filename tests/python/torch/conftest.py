@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import DEVICE, assert_no_races, load_test_device
+from support import DEVICE
+from torch_support import assert_no_races, load_test_device
 
 # What is the same on every device. The others are about memory of the CPU, files under it, compilers and processes.
 _ON_ANY_DEVICE = {

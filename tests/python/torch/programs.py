@@ -17,6 +17,7 @@ torch.set_num_threads(1)
 import ebbtide.torch as ebb
 from ebbtide import *
 from support import *
+from torch_support import *
 from training import *
 """
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support import assert_at_rest, assert_loaded, assert_same_bits
+from support import assert_at_rest, assert_loaded
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from torch_support import assert_same_bits
 from training import make_input, make_model, offload
 
 import ebbtide.torch as ebb

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import assert_at_rest, assert_loaded, assert_same_bits
+from support import assert_at_rest, assert_loaded
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -17,6 +17,7 @@ from torch.utils.checkpoint import (
     checkpoint_sequential,
     create_selective_checkpoint_contexts,
 )
+from torch_support import assert_same_bits
 from training import WIDTH, gradients, make_input, make_model, offload, raised_text, step
 
 import ebbtide.torch as ebb

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from support import EXACT, assert_at_rest, assert_loaded, assert_same_bits
+from support import EXACT, assert_at_rest, assert_loaded
 from torch import nn
+from torch_support import assert_same_bits
 from training import assert_step_equal, gradients, make_input, make_model, offload, step
 
 import ebbtide.torch as ebb

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import DEVICE, assert_at_rest, assert_loaded, assert_same_bits, disk_first
+from support import DEVICE, assert_at_rest, assert_loaded, disk_first
+from torch_support import assert_same_bits
 from training import (
     assert_step_equal,
     gradients,

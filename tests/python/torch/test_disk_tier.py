@@ -10,7 +10,8 @@ import pytest
 import torch
 from descriptors import spill_descriptor
 from programs import TIMEOUT_S, run, start
-from support import assert_at_rest, assert_loaded, assert_same_bits
+from support import assert_at_rest, assert_loaded
+from torch_support import assert_same_bits
 from training import (
     assert_step_equal,
     gradients,

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from descriptors import bad_disk, flipped, full_disk, truncated
-from support import assert_at_rest, assert_loaded, assert_same_bits, disk_first
+from support import assert_at_rest, assert_loaded, disk_first
 from torch import nn
+from torch_support import assert_same_bits
 from training import (
     assert_step_equal,
     gradients,

@@ -292,6 +292,7 @@ def test_calls_after_the_end_are_refused(tmp_path: Path) -> None:
     import torch
     torch.set_num_threads(1)
     from support import *
+    from torch_support import *
     from training import *
     from ebbtide import UsageError
     tide = offload(to=sys.argv[1])

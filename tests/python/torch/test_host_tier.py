@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from descriptors import full_disk
-from support import assert_at_rest, assert_loaded, assert_same_bits
+from support import assert_at_rest, assert_loaded
+from torch_support import assert_same_bits
 from training import (
     assert_step_equal,
     gradients,

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import DEVICE, assert_at_rest, assert_loaded, same_bits
+from support import DEVICE, assert_at_rest, assert_loaded
+from torch_support import same_bits
 
 import ebbtide.torch as ebb
 from ebbtide import process

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from descriptors import spill_descriptor
-from support import assert_at_rest, assert_loaded, assert_same_bits
+from support import assert_at_rest, assert_loaded
 from torch import nn
+from torch_support import assert_same_bits
 from training import assert_step_equal, make_input, make_model, offload, raised_text, step
 
 import ebbtide.torch as ebb

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from support import EXACT, assert_at_rest, assert_loaded, assert_same_bits
+from support import EXACT, assert_at_rest, assert_loaded
+from torch_support import assert_same_bits
 
 import ebbtide.torch as ebb
 

@@ -12,14 +12,8 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from descriptors import bad_disk
-from support import (
-    DEVICE,
-    assert_at_rest,
-    assert_loaded,
-    assert_same_bits,
-    device_races,
-    disk_first,
-)
+from support import DEVICE, assert_at_rest, assert_loaded, disk_first
+from torch_support import assert_same_bits, device_races
 from training import gradients, make_input, make_model, offload, step
 
 import ebbtide.torch as ebb

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support import DEVICE, assert_at_rest, assert_loaded, assert_same_bits
+from support import DEVICE, assert_at_rest, assert_loaded
 from torch import func
 from torch.autograd import functional
 from torch.autograd.graph import saved_tensors_hooks
+from torch_support import assert_same_bits
 from training import assert_step_equal, make_input, make_model, offload, raised_text, step
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")

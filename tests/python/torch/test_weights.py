@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from support import DEVICE, EXACT, assert_at_rest, assert_loaded, assert_same_bits
+from support import DEVICE, EXACT, assert_at_rest, assert_loaded
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
+from torch_support import assert_same_bits
 from training import gradients, make_input, make_model, offload, step
 
 import ebbtide.torch as ebb

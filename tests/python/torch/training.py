@@ -7,8 +7,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from support import DEVICE, EXACT, assert_at_rest, assert_loaded, assert_same_bits
+from support import DEVICE, EXACT, assert_at_rest, assert_loaded
 from torch import nn
+from torch_support import assert_same_bits
 
 import ebbtide.torch as ebb
 
