@@ -26,6 +26,8 @@ class Trainer:
     def __init__(self, mode: str, settings: Settings, text: bytes) -> None:
         mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
         mindspore.set_device("CPU")
+        # Queued ahead, operations hold memory for longer than they need it.
+        mindspore.runtime.launch_blocking()
         if settings.threads:
             mindspore.set_context(runtime_num_threads=settings.threads)
         mindspore.set_seed(settings.seed)
