@@ -23,6 +23,10 @@ _WARM_UP_TOKENS = 8
 class Trainer:
     """See :class:`ebbtide.demo.training.Trainer`."""
 
+    @staticmethod
+    def make_model(settings: Settings) -> nn.Cell:
+        return Decoder(settings)
+
     def __init__(self, mode: str, settings: Settings, text: bytes) -> None:
         mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
         mindspore.set_device("CPU")
@@ -32,7 +36,7 @@ class Trainer:
             mindspore.set_context(runtime_num_threads=settings.threads)
         mindspore.set_seed(settings.seed)
         self._batches = _batches(text, settings)
-        self._model = Decoder(settings).set_train()
+        self._model = self.make_model(settings).set_train()
         parameters = self._model.trainable_params()
         self._optimizer = nn.AdamWeightDecay(parameters, learning_rate=0.0)
         self._gradients = mindspore.value_and_grad(self._model, None, parameters)

@@ -100,11 +100,18 @@ class Trainer(Protocol):
         """What autograd saves in a forward over the next batch."""
 
 
-def train(mode: str, settings: Settings, on_step: Callable[[int], None]) -> Result:
+def train(
+    mode: str,
+    settings: Settings,
+    on_step: Callable[[int], None],
+    make_trainer: Callable[[str, Settings, bytes], Trainer] | None = None,
+) -> Result:
     """Trains in this process; ``on_step`` is called with the number of steps done."""
     text = read_corpus(settings.sequence + 1)
-    of_framework = importlib.import_module(f"ebbtide.demo.{settings.framework}_trainer")
-    trainer: Trainer = of_framework.Trainer(mode, settings, text)
+    if make_trainer is None:
+        of_framework = importlib.import_module(f"ebbtide.demo.{settings.framework}_trainer")
+        make_trainer = of_framework.Trainer
+    trainer = make_trainer(mode, settings, text)
     trainer.warm_up()
     trainer.set_learning_rate(_LEARNING_RATE)
     if trainer.tide is not None:
