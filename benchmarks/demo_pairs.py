@@ -1,4 +1,4 @@
-"""Peak memory growth and step time of the demo's model without and with Ebbtide.
+"""Peak memory growth and step time of the demo's model, or an MLP, without and with Ebbtide.
 
 Two processes, one without and one with, take their steps in turn: a slow minute of the machine hits both. A ratio of
 step times is of one such pair of steps; the first pair is left out.
@@ -18,13 +18,22 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ebbtide.demo.settings import Settings
+from ebbtide.demo.settings import FRAMEWORKS, Settings
 from ebbtide.demo.training import train
 
 MODES = ("plain", "ebbtide")
 
 
-def run_child(mode: str, settings: Settings) -> None:
+def trainer_of(framework: str, model: str) -> Any:
+    """What makes the trainer; None for the demo's own."""
+    if model == "decoder":
+        return None
+    import mindspore_mlp
+
+    return mindspore_mlp.Trainer
+
+
+def run_child(mode: str, model: str, settings: Settings) -> None:
     """Trains; after each step says so and waits for a line before the next."""
     lines, sys.stdout = sys.stdout, sys.stderr
 
@@ -32,13 +41,14 @@ def run_child(mode: str, settings: Settings) -> None:
         print(json.dumps({"step": done}), file=lines, flush=True)
         sys.stdin.readline()
 
-    result = train(mode, settings, pause)
+    result = train(mode, settings, pause, trainer_of(settings.framework, model))
     print(json.dumps({"result": dataclasses.asdict(result)}), file=lines, flush=True)
 
 
 class Child:
-    def __init__(self, mode: str, settings: Settings) -> None:
-        command = [sys.executable, __file__, "--child", mode, "--settings", settings.to_json()]
+    def __init__(self, mode: str, model: str, settings: Settings) -> None:
+        command = [sys.executable, __file__, "--child", mode, "--model", model]
+        command += ["--settings", settings.to_json()]
         environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
         self._process = subprocess.Popen(
             command,
@@ -65,17 +75,28 @@ class Child:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--framework", choices=tuple(FRAMEWORKS), default="torch")
+    parser.add_argument("--model", choices=("decoder", "mlp"), default="decoder")
+    parser.add_argument("--layers", type=int, default=Settings.layers)
+    parser.add_argument("--width", type=int, default=Settings.width)
     parser.add_argument("--child", choices=MODES, help=argparse.SUPPRESS)
     parser.add_argument("--settings", type=Settings.from_json, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        run_child(options.child, options.settings)
+        run_child(options.child, options.model, options.settings)
         return
+    if options.model != "decoder" and options.framework != "mindspore":
+        parser.error(f"--model {options.model}: only with --framework mindspore")
 
-    settings = Settings(steps=options.steps)
+    settings = Settings(
+        framework=options.framework,
+        steps=options.steps,
+        layers=options.layers,
+        width=options.width,
+    )
     children = []
     for mode in MODES:
-        children.append(Child(mode, settings))
+        children.append(Child(mode, options.model, settings))
         children[-1].receive()
     answers: list[dict[str, Any]] = []
     for _ in range(options.steps):
@@ -87,7 +108,8 @@ def main() -> None:
     pairs = list(zip(plain["step_seconds"], ebbtide["step_seconds"], strict=True))[1:]
     step = [with_it / without for without, with_it in pairs]
     growth = ebbtide["growth_bytes"] / plain["growth_bytes"]
-    table = Table(title=f"with Ebbtide, of the run without ({len(pairs)} pairs of steps)")
+    what = f"{options.framework}, {options.model} of {options.layers} layers"
+    table = Table(title=f"{what}: with Ebbtide, of the run without ({len(pairs)} pairs of steps)")
     for column in ("", "median", "least", "most"):
         table.add_column(column, justify="right" if column else "left")
     table.add_row("peak memory growth", f"{growth:.2f}", "", "")

@@ -99,6 +99,17 @@ def test_missing_packages_are_named(
     text = one_line_error(capsys, "demo")
     assert "torch and transformers" in text
     assert "pip install 'ebbtide[demo]' torch" in text
+    text = one_line_error(capsys, "demo", "--framework", "mindspore")
+    assert "mindspore not installed: pip install 'ebbtide[mindspore]'" in text
+
+
+def test_a_mode_of_another_framework_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    arguments = ("demo", "--framework", "mindspore", "--modes", "plain,save_on_cpu")
+    text = one_line_error(capsys, *arguments)
+    assert "mindspore has no mode 'save_on_cpu': give some of plain, ebbtide" in text
 
 
 # --- the demo as a whole

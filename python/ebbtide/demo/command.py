@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from ebbtide.config import OffloadConfig
 from ebbtide.demo.compare import differences, run_mode
-from ebbtide.demo.settings import DEFAULT_MODES, MODES, Settings
+from ebbtide.demo.settings import FRAMEWORKS, MODES, Settings
 from ebbtide.demo.table import explain, render
 from ebbtide.demo.training import HEAD_WIDTH, Result
 from ebbtide.errors import UsageError
@@ -30,6 +30,12 @@ memory, time and results. Nothing is downloaded. Takes one to two minutes on two
 
 modes:
 """ + "\n".join(f"  {mode:12} {what}" for mode, what in MODES.items())
+
+# Packages, and the command that installs them.
+_NEEDS = {
+    "torch": (("torch", "transformers"), "pip install 'ebbtide[demo]' torch"),
+    "mindspore": (("mindspore",), "pip install 'ebbtide[mindspore]'"),
+}
 
 _EPILOG = "Exit code: 0, or 1 where losses or parameters differ, or 2 where the demo cannot run."
 
@@ -45,6 +51,12 @@ def add_to(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=_run)
+    parser.add_argument(
+        "--framework",
+        choices=tuple(FRAMEWORKS),
+        default=default.framework,
+        help="what to train with (default: %(default)s)",
+    )
 
     def add_count(name: str, help_text: str, least: int = 1) -> None:
         value = getattr(default, name)
@@ -53,7 +65,7 @@ def add_to(commands: Any) -> None:
             type=_count(least),
             default=value,
             metavar="N",
-            help=f"{help_text} (default: {value or 'as torch chooses'})",
+            help=f"{help_text} (default: {value or 'as the framework chooses'})",
         )
 
     add_count("steps", "training steps of each mode")
@@ -61,7 +73,7 @@ def add_to(commands: Any) -> None:
     add_count("width", f"of the hidden states, a multiple of {HEAD_WIDTH}", HEAD_WIDTH)
     add_count("sequence", "tokens of a sample; a token is a byte", 2)
     add_count("batch", "samples of a step")
-    add_count("threads", "of torch")
+    add_count("threads", "of the framework")
     parser.add_argument(
         "--to",
         default=default.to,
@@ -78,9 +90,8 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--modes",
         type=_modes,
-        default=DEFAULT_MODES,
         metavar="MODE[,MODE…]",
-        help=f"what to run (default: {','.join(DEFAULT_MODES)})",
+        help="what to run (default: all that the framework has)",
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there too")
 
@@ -107,9 +118,10 @@ def _modes(text: str) -> tuple[str, ...]:
 def _run(options: argparse.Namespace) -> int:
     names = [field.name for field in dataclasses.fields(Settings)]
     settings = Settings(**{name: getattr(options, name) for name in names})
-    directory = _check(settings, options.json)
+    modes = options.modes or FRAMEWORKS[settings.framework]
+    directory = _check(settings, modes, options.json)
     out, progress = Console(highlight=False), Console(stderr=True, highlight=False)
-    results = _train_all(options.modes, settings, progress)
+    results = _train_all(modes, settings, progress)
     found = differences(results)
     if options.json is not None:
         _write(options.json, settings, results, found)
@@ -124,13 +136,18 @@ def _run(options: argparse.Namespace) -> int:
     return 1 if found else 0
 
 
-def _check(settings: Settings, output: Path | None) -> Path | None:
+def _check(settings: Settings, modes: Sequence[str], output: Path | None) -> Path | None:
     """Raises UsageError for what would fail in every mode; returns the disk tier's directory."""
-    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+    needed, command = _NEEDS[settings.framework]
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
-        raise UsageError(
-            f"[demo] {' and '.join(missing)} not installed: pip install 'ebbtide[demo]' torch"
-        )
+        raise UsageError(f"[demo] {' and '.join(missing)} not installed: {command}")
+    for mode in modes:
+        if mode not in FRAMEWORKS[settings.framework]:
+            raise UsageError(
+                f"[demo] {settings.framework} has no mode {mode!r}: give some of "
+                f"{', '.join(FRAMEWORKS[settings.framework])}"
+            )
     if settings.width % HEAD_WIDTH:
         raise UsageError(f"[demo] --width {settings.width}: give a multiple of {HEAD_WIDTH}")
     if output is not None and not output.absolute().parent.is_dir():
@@ -166,7 +183,8 @@ def _headline(settings: Settings, result: Result) -> str:
     return (
         f"A decoder of {settings.layers} layers, width {settings.width}, "
         f"{result.parameters / 1e6:.1f} million parameters; {settings.steps} steps of "
-        f"{settings.batch} x {settings.sequence} tokens; CPU, {result.threads} threads."
+        f"{settings.batch} x {settings.sequence} tokens; {settings.framework} on the CPU, "
+        f"{result.threads} threads."
     )
 
 

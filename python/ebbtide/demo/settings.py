@@ -6,21 +6,24 @@ import dataclasses
 import json
 from dataclasses import dataclass
 
-__all__ = ["DEFAULT_MODES", "MODES", "Settings"]
+__all__ = ["FRAMEWORKS", "MODES", "Settings"]
 
 # Mode and what it does. Ratios are to the first.
 MODES = {
     "plain": "autograd as it is",
-    "ebbtide": "with ebbtide.torch.offload(model, to=...)",
-    "save_on_cpu": "with torch.autograd.graph.save_on_cpu()",
+    "ebbtide": "with offload(model, to=...) of ebbtide.torch or ebbtide.mindspore",
+    "save_on_cpu": "with torch.autograd.graph.save_on_cpu(); torch only",
 }
-DEFAULT_MODES = tuple(MODES)
+
+FRAMEWORKS = {"torch": tuple(MODES), "mindspore": ("plain", "ebbtide")}
+"""The modes of each."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """Sizes of the model and of its training."""
 
+    framework: str = "torch"
     steps: int = 4
     layers: int = 4
     width: int = 1024
@@ -30,10 +33,10 @@ class Settings:
     batch: int = 2
     """Samples of a step."""
     to: str = "disk"
-    """The tier, as ``ebbtide.torch.offload`` takes it."""
+    """The tier, as ``offload`` takes it."""
     seed: int = 0
     threads: int = 0
-    """Of torch; 0 leaves torch's own choice."""
+    """Of the framework; 0 leaves its own choice."""
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))

@@ -7,29 +7,26 @@ object per line: ``{"step": …}`` after each step, then ``{"result": …}``.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import hashlib
+import importlib
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from ebbtide.demo.memory import PeakMemory
 from ebbtide.demo.settings import MODES, Settings
-from ebbtide.demo.text import VOCABULARY, read_corpus
+from ebbtide.demo.text import read_corpus
 from ebbtide.errors import EbbtideError
 
-__all__ = ["HEAD_WIDTH", "Result", "Traffic", "train"]
+__all__ = ["HEAD_WIDTH", "Result", "Traffic", "Trainer", "train"]
 
 HEAD_WIDTH = 64
 
 _LEARNING_RATE = 3e-5
-_WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,121 +71,78 @@ class Result:
         return cls(**{**values, "traffic": Traffic(**values["traffic"])})
 
 
-def train(mode: str, settings: Settings, on_step: Callable[[int], None]) -> Result:
+class Trainer(Protocol):
+    """A decoder, its optimizer and batches of text in one framework: a class ``Trainer(mode, settings, text)`` of the
+    module ``ebbtide.demo.<framework>_trainer``. Equal settings give equal weights and batches."""
+
+    parameters: int
+    threads: int
+    accelerator: str | None
+    tide: Any
+    """The ``Offload`` object of mode "ebbtide", else None."""
+
+    def warm_up(self) -> None:
+        """A step that leaves the weights alone. Makes gradients and the optimizer's state, which are there in every mode:
+        what grows after this is what a step needs besides."""
+
+    def set_learning_rate(self, rate: float) -> None: ...
+
+    def step(self) -> Any:
+        """Trains on the next batch; returns what ``loss`` takes."""
+
+    def loss(self, of_step: Any) -> tuple[float, int]:
+        """The loss, and its 32 bits as a number."""
+
+    def checksum(self) -> str:
+        """Over the bits of all parameters."""
+
+    def saved_bytes(self) -> int:
+        """What autograd saves in a forward over the next batch."""
+
+
+def train(
+    mode: str,
+    settings: Settings,
+    on_step: Callable[[int], None],
+    make_trainer: Callable[[str, Settings, bytes], Trainer] | None = None,
+) -> Result:
     """Trains in this process; ``on_step`` is called with the number of steps done."""
-    import torch
-
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
-    batches = _batches(read_corpus(settings.sequence + 1), settings)
-    torch.manual_seed(settings.seed)
-    model = _decoder(settings)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
-    tide: Any = None
-    if mode == "ebbtide":
-        import ebbtide.torch
-
-        tide = ebbtide.torch.offload(model, to=settings.to, device="cpu")
-
-    def context() -> AbstractContextManager[Any]:
-        if mode == "save_on_cpu":
-            return torch.autograd.graph.save_on_cpu()
-        return contextlib.nullcontext() if tide is None else tide
-
-    def forward(tokens: Any) -> Any:
-        return model(input_ids=tokens, labels=tokens, use_cache=False).loss
-
-    def step(tokens: Any) -> Any:
-        with context():
-            loss = forward(tokens)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-        return loss.detach()
-
-    # Makes gradients and the optimizer's state, which are there in every mode: what grows after
-    # this step is what a step needs besides. At a rate of 0 it leaves the weights alone.
-    step(next(batches)[:1, :_WARM_UP_TOKENS])
-    for group in optimizer.param_groups:
-        group["lr"] = _LEARNING_RATE
-    if tide is not None:
-        tide.reset_stats()
-    losses, seconds = [], []
+    text = read_corpus(settings.sequence + 1)
+    if make_trainer is None:
+        of_framework = importlib.import_module(f"ebbtide.demo.{settings.framework}_trainer")
+        make_trainer = of_framework.Trainer
+    trainer = make_trainer(mode, settings, text)
+    trainer.warm_up()
+    trainer.set_learning_rate(_LEARNING_RATE)
+    if trainer.tide is not None:
+        trainer.tide.reset_stats()
+    steps, seconds = [], []
     with PeakMemory() as memory:
         for done in range(1, settings.steps + 1):
-            tokens = next(batches)
             started = time.perf_counter()
-            losses.append(step(tokens))
+            steps.append(trainer.step())
             seconds.append(time.perf_counter() - started)
             on_step(done)
 
-    checksum = _checksum(model)
-    if tide is not None:
-        traffic = _traffic_of(tide.stats(), settings.steps)
+    losses = [trainer.loss(step) for step in steps]
+    checksum = trainer.checksum()
+    if trainer.tide is not None:
+        traffic = _traffic_of(trainer.tide.stats(), settings.steps)
     else:
-        traffic = Traffic(saved_bytes=_count_saved(lambda: forward(next(batches))))
-    accelerator = torch.accelerator.current_accelerator() if _has_accelerator(torch) else None
+        traffic = Traffic(saved_bytes=trainer.saved_bytes())
     return Result(
         mode=mode,
-        losses=tuple(loss.item() for loss in losses),
-        loss_bits=tuple(loss.view(torch.int32).item() for loss in losses),
+        losses=tuple(loss for loss, _ in losses),
+        loss_bits=tuple(bits for _, bits in losses),
         checksum=checksum,
         step_seconds=tuple(seconds),
         growth_bytes=memory.growth_bytes,
         peak_by_kernel=memory.by_kernel,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        threads=torch.get_num_threads(),
-        accelerator=None if accelerator is None else accelerator.type,
+        parameters=trainer.parameters,
+        threads=trainer.threads,
+        accelerator=trainer.accelerator,
         traffic=traffic,
     )
-
-
-def _decoder(settings: Settings) -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    # As decoders are trained today: without dropout, and GPT-2's activation function in one kernel.
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=settings.sequence,
-        n_embd=settings.width,
-        n_layer=settings.layers,
-        n_head=settings.width // HEAD_WIDTH,
-        activation_function="gelu_pytorch_tanh",
-        bos_token_id=0,
-        eos_token_id=0,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
-    return GPT2LMHeadModel(config).train()
-
-
-def _batches(text: bytes, settings: Settings) -> Iterator[Any]:
-    """Random pieces of the text, the same ones for one seed: int64 of (batch, sequence)."""
-    import torch
-
-    corpus = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    random = torch.Generator().manual_seed(settings.seed)
-    last = len(corpus) - settings.sequence
-    while True:
-        starts = torch.randint(last, (settings.batch,), generator=random).tolist()
-        yield torch.stack([corpus[start : start + settings.sequence] for start in starts]).long()
-
-
-def _count_saved(forward: Callable[[], Any]) -> int:
-    """Bytes that autograd saves in ``forward``."""
-    from torch.autograd.graph import saved_tensors_hooks
-
-    nbytes = 0
-
-    def pack(tensor: Any) -> Any:
-        nonlocal nbytes
-        nbytes += tensor.numel() * tensor.element_size()
-        return tensor.detach()  # the tensor itself would keep its own node alive
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        forward()
-    return nbytes
 
 
 def _traffic_of(stats: Any, steps: int) -> Traffic:
@@ -199,17 +153,6 @@ def _traffic_of(stats: Any, steps: int) -> Traffic:
         moved_in_bytes=stats.h2d_bytes // steps,
         peak_tier_bytes=max(stats.peak_disk_bytes, stats.peak_host_bytes),
     )
-
-
-def _checksum(model: Any) -> str:
-    digest = hashlib.sha256()
-    for parameter in model.parameters():
-        digest.update(parameter.detach().contiguous().numpy())
-    return digest.hexdigest()
-
-
-def _has_accelerator(torch: Any) -> bool:
-    return hasattr(torch, "accelerator") and bool(torch.accelerator.is_available())
 
 
 def main() -> int:
