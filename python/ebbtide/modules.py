@@ -1,0 +1,86 @@
+"""What the HyperParallel layer needs from a framework's modules: one protocol, implemented once per framework.
+
+"Module" stands for torch's ``nn.Module`` and MindSpore's ``Cell``; both are opaque here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+from ebbtide.config import OffloadConfig, Resolved
+from ebbtide.framework import Bytes, Framework, Tensor
+
+Module = Any
+# What a wrapper does: called with what is wrapped, and the arguments. Copied and pickled with the wrapper.
+Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+class SwapWrapper:
+    """A module whose saved tensors are offloaded; made by ``swap_wrapper``."""
+
+
+class CheckpointWrapper:
+    """A module that is recomputed in backward; made by ``checkpoint_wrapper``."""
+
+
+class Modules(Protocol):
+    """Modules of one framework. Any thread may call; nothing here blocks."""
+
+    def resolve(self, config: OffloadConfig) -> tuple[Framework, Resolved]:
+        """The framework for the configured device, and the options on this machine. Raises as ``offload`` does."""
+
+    def is_module(self, thing: object) -> bool: ...
+
+    def is_tensor(self, thing: object) -> bool: ...
+
+    def wrapper(
+        self, kind: type[SwapWrapper | CheckpointWrapper], wrapped: Callable[..., Any], call: Call
+    ) -> Module:
+        """A module of this kind that runs ``call(wrapped, args, kwargs)`` and otherwise looks like what it wraps: the
+        same names of parameters, buffers and state, the same attributes. A plain callable becomes a module too."""
+
+    def wrapped(self, module: Module) -> Callable[..., Any] | None:
+        """What a wrapper wraps; None for every other module."""
+
+    def submodules(self, module: Module) -> Iterator[Module]:
+        """The module and all below it."""
+
+    def watch_forward(
+        self, module: Module, before: Callable[[], None], after: Callable[[Any], None]
+    ) -> Callable[[], None]:
+        """Calls ``before()`` in front of each forward of the module and ``after(output)`` behind it, with None where it
+        raised, until the returned function is called. Nothing is called for what a compiler traces. A copied or
+        pickled module is not watched."""
+
+    def before_backward(self, output: Tensor, callback: Callable[[], None]) -> None:
+        """Calls back, on the thread of backward, when the gradient of this result of a forward is known: before any node
+        behind it runs. Never for a tensor that no graph ends in. The graph holds the callback."""
+
+    def in_backward(self) -> bool:
+        """Whether a backward runs on this thread."""
+
+    def records(self) -> bool:
+        """Whether autograd records what this thread computes."""
+
+    def capturing(self) -> bool:
+        """Whether a compiler traces this call."""
+
+    def host_memory(self, nbytes: int) -> Bytes:
+        """Memory of the host that is not page-locked. Raises MemoryError."""
+
+
+def tensors_in(tree: object, modules: Modules) -> Iterator[Tensor]:
+    """The tensors in nested tuples, lists, sets, mappings and dataclasses, each as often as it occurs."""
+    if modules.is_tensor(tree):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from tensors_in(value, modules)
+    elif isinstance(tree, (tuple, list, set, frozenset)):
+        for value in tree:
+            yield from tensors_in(value, modules)
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        for field in dataclasses.fields(tree):
+            yield from tensors_in(getattr(tree, field.name, None), modules)
