@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ebbtide.torch.unobserved import unobserved
+
 # Without the checks of its public name, which accepts devices of any kind.
 _current_stream = getattr(torch._C, "_accelerator_getStream", torch.accelerator.current_stream)
 
@@ -75,6 +77,7 @@ class TorchStreams:
     def recycle(self, event: torch.Event) -> None:
         self._free_events.setdefault(event.device.index, []).append(event)
 
+    @unobserved
     def bytes_of(self, storage: torch.UntypedStorage) -> torch.Tensor:
         device = storage.device
         empty = self._empty.get(device)
@@ -84,9 +87,11 @@ class TorchStreams:
             self._empty[device] = empty
         return empty.detach().set_(storage)  # cheaper than a new tensor
 
+    @unobserved
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         dst.copy_(src, non_blocking=True)
 
+    @unobserved
     def staging(self, nbytes: int, device: int) -> torch.Tensor:
         try:
             return torch.empty(
@@ -95,6 +100,7 @@ class TorchStreams:
         except torch.OutOfMemoryError as error:
             raise MemoryError(str(error)) from error
 
+    @unobserved
     def pinned(self, nbytes: int) -> torch.Tensor | None:
         try:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)

@@ -19,6 +19,7 @@ _ON_ANY_DEVICE = {
         "context",
         "exceptions",
         "interrupts",
+        "selective",
         "several_forwards",
         "threads",
         "transforms",
