@@ -15,7 +15,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 try:
     import torch
 except ImportError:
-    collect_ignore_glob = ["behaviour/*", "benchmarks/*", "device/*", "models/*", "torch/*"]
+    collect_ignore_glob = [
+        f"{folder}/*"
+        for folder in ("behaviour", "benchmarks", "device", "hyper_parallel", "models", "torch")
+    ]
     _left_out = "torch is not installed"
 else:
     # A process is for one device. What needs none is run with the CPU's.
