@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from ebbtide.errors import UsageError
-from ebbtide.hyper_parallel.groups import Current, Group, GroupRun, Joins, current
+from ebbtide.hyper_parallel.groups import Current, Group, GroupRun, Joins, Stage, current
 from ebbtide.hyper_parallel.runtime import Scope, modules_for, saving
 from ebbtide.modules import Module, Modules, tensors_in
 
@@ -105,7 +105,7 @@ class Layer:
         else:
             run.launch_offload()
         previous = run.previous()
-        if previous is not None:
+        if previous is not None and previous.stage is Stage.OFFLOADING:
             previous.wait_offload()
         for tensor in tensors_in(output, self._modules):
             self._modules.before_backward(tensor, _loads(run))

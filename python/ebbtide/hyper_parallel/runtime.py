@@ -69,16 +69,27 @@ class _Epoch:
     What several modules of a forward save of one storage is one entry.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, others: weakref.WeakSet[_Epoch]) -> None:
         self.session = session
+        self.others = others  # of the session, this one too
+        self.end_idle()
         self.number = session.begin_epoch()
         self.seen: set[Hashable] = set()
+        self.depth = 0  # of scopes that are entered
         self.backward_began = False
+        others.add(self)
 
     def end(self) -> None:
         number, self.number = self.number, 0
         if number:
             self.session.end_epoch(number)
+
+    def end_idle(self) -> None:
+        """After a call that was cut short the session recovers when nobody is in it."""
+        if self.session.transfers.interrupted:
+            for epoch in list(self.others):
+                if epoch.depth == 0:
+                    epoch.end()
 
     def __del__(self) -> None:
         if getattr(self, "number", 0):
@@ -87,7 +98,6 @@ class _Epoch:
 
 class _Here(threading.local):
     epoch: _Epoch | None = None
-    depth = 0  # of scopes
 
 
 class SwapSession:
@@ -114,6 +124,7 @@ class SwapSession:
                 stacklevel=2,
             )
         self._here = _Here()
+        self._epochs: weakref.WeakSet[_Epoch] = weakref.WeakSet()
         _sessions[self.session] = self.framework, self.options
 
     def enter(self, keys: Iterable[Hashable]) -> _Epoch:
@@ -121,18 +132,16 @@ class SwapSession:
         here = self._here
         keys = set(keys)
         epoch = here.epoch
-        if here.depth == 0 and epoch is not None and (epoch.backward_began or keys & epoch.seen):
-            here.epoch = None
-            epoch.end()
-            epoch = None
+        if epoch is not None and epoch.depth == 0:
+            if epoch.number == 0 or epoch.backward_began or keys & epoch.seen:
+                here.epoch = None
+                epoch.end()
+                epoch = None
         if epoch is None:
-            epoch = here.epoch = _Epoch(self.session)
+            epoch = here.epoch = _Epoch(self.session, self._epochs)
         epoch.seen |= keys
-        here.depth += 1
+        epoch.depth += 1
         return epoch
-
-    def exit(self) -> None:
-        self._here.depth -= 1
 
 
 _sessions: weakref.WeakKeyDictionary[Session, tuple[Framework, Resolved]] = (
@@ -178,6 +187,8 @@ class Unpack:
 
     def __call__(self, saved: Kept | Ticket) -> Tensor:
         self.epoch.backward_began = True
+        if self._session.transfers.interrupted:
+            self.epoch.end_idle()
         return self._session.unpack(saved)
 
 
@@ -249,12 +260,12 @@ class Scope:
             self._end()
 
     def _end(self) -> None:
-        began = self._unpack is not None
+        unpack, self._unpack = self._unpack, None
         self._packs = False
-        self._group = self._run = self._unpack = self._hooks = None
-        if not began:
+        self._group = self._run = self._hooks = None
+        if unpack is None:
             return
-        self._swap.exit()
+        unpack.epoch.depth -= 1
         if self._label:
             self._session.end_group()
 
@@ -284,7 +295,7 @@ class Scope:
         unpack = self._unpack
         if unpack is None or unpack.runs or swap is self._swap or swap.idle:
             return
-        self._swap.exit()
+        unpack.epoch.depth -= 1
         self._swap, self._session = swap, swap.session
         unpack.move_to(swap.enter(self._keys))
         self._saving.epoch = unpack.epoch.number

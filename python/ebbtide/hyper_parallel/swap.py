@@ -14,7 +14,7 @@ from ebbtide.framework import Tensor
 from ebbtide.hyper_parallel.groups import Joins, current
 from ebbtide.hyper_parallel.pool import PinnedMemoryPool
 from ebbtide.hyper_parallel.runtime import modules_for, saving, session_for
-from ebbtide.modules import Module, Modules, SwapWrapper, tensors_in
+from ebbtide.modules import CheckpointWrapper, Module, Modules, SwapWrapper, tensors_in
 from ebbtide.policy import CheckpointPolicy
 from ebbtide.sizes import SHOWN
 
@@ -130,7 +130,7 @@ def swap_wrapper(
 def warn_if_nested(place: str, modules: Modules, module: object) -> None:
     """Where a wrapper is inside of another the inner one decides."""
     if modules.is_module(module) and any(
-        modules.wrapped(inner) is not None for inner in modules.submodules(module)
+        isinstance(inner, (SwapWrapper, CheckpointWrapper)) for inner in modules.submodules(module)
     ):
         warnings.warn(
             f"[{place}] {type(module).__name__} is or has a wrapped module: for what it saves the inner wrapper decides",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -11,9 +12,16 @@ from torch import nn
 from ebbtide.config import OffloadConfig, Resolved
 from ebbtide.framework import Framework
 from ebbtide.hyper_parallel import runtime
-from ebbtide.modules import Call, CheckpointWrapper, SwapWrapper
-from ebbtide.torch import resolve
+from ebbtide.modules import (
+    Call,
+    CheckpointExcludeWrapper,
+    CheckpointWrapper,
+    SwapWrapper,
+    tensors_in,
+)
+from ebbtide.torch import recompute, resolve
 from ebbtide.torch.compiler import leave_alone
+from ebbtide.torch.selective import selective_contexts
 
 # torch's own tools (distributed checkpoints, FSDP) leave this name out of what they call things.
 _WRAPPED = "_checkpoint_wrapped_module"
@@ -29,7 +37,7 @@ class Wrapper(nn.Module):
         super().__init__()
         if isinstance(wrapped, nn.Module):
             self.add_module(_WRAPPED, wrapped)
-            self.train(wrapped.training)
+            self.training = wrapped.training
         else:
             self._function = wrapped
         self._call = call
@@ -51,6 +59,16 @@ class Wrapper(nn.Module):
             if inner is None:
                 raise
             return getattr(inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A weight that is tied or replaced by its name is the inner module's.
+        inner = self.__dict__.get("_modules", {}).get(_WRAPPED)
+        if inner is not None and (
+            name in inner._parameters or name in inner._buffers or name in inner._modules
+        ):
+            setattr(inner, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def __getitem__(self, index: Any) -> Any:
         inner: Any = self.wrapped
@@ -107,9 +125,14 @@ class TorchCheckpointWrapper(CheckpointWrapper, Wrapper):
     pass
 
 
+class TorchCheckpointExcludeWrapper(CheckpointExcludeWrapper, Wrapper):
+    pass
+
+
 _KINDS: dict[type, type[Wrapper]] = {
     SwapWrapper: TorchSwapWrapper,
     CheckpointWrapper: TorchCheckpointWrapper,
+    CheckpointExcludeWrapper: TorchCheckpointExcludeWrapper,
 }
 
 
@@ -125,9 +148,7 @@ class TorchModules:
     def is_tensor(self, thing: object) -> bool:
         return isinstance(thing, torch.Tensor)
 
-    def wrapper(
-        self, kind: type[SwapWrapper | CheckpointWrapper], wrapped: Callable[..., Any], call: Call
-    ) -> nn.Module:
+    def wrapper(self, kind: type[Any], wrapped: Callable[..., Any], call: Call) -> nn.Module:
         return _KINDS[kind](wrapped, call)
 
     def wrapped(self, module: nn.Module) -> Callable[..., Any] | None:
@@ -149,6 +170,21 @@ class TorchModules:
                 handle.remove()
 
         return remove
+
+    checkpoint_options = recompute.OPTIONS
+    checkpoint = staticmethod(recompute.checkpoint)
+    checkpoint_captured = staticmethod(recompute.checkpoint_captured)
+    selective_contexts = staticmethod(selective_contexts)
+    is_selective = staticmethod(recompute.is_selective)
+    current_hooks = staticmethod(recompute.current_hooks)
+    excluded = staticmethod(recompute.excluded)
+    same_random_state = staticmethod(recompute.same_random_state)
+    set_random_state = staticmethod(recompute.set_random_state)
+    as_result = staticmethod(recompute.as_result)
+    requires_grad = staticmethod(attrgetter("requires_grad"))
+
+    def random_state(self, arguments: object) -> recompute.RandomState:
+        return recompute.random_state(tuple(tensors_in(arguments, self)))
 
     def before_backward(self, output: torch.Tensor, callback: Callable[[], None]) -> None:
         # A leaf lives on, and would call for every later graph.
