@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from ebbtide.config import OffloadConfig, Resolved
@@ -25,6 +26,13 @@ class CheckpointWrapper:
     """A module that is recomputed in backward; made by ``checkpoint_wrapper``."""
 
 
+class CheckpointExcludeWrapper:
+    """A module that is not recomputed with what is around it; made by ``checkpoint_exclude_wrapper``."""
+
+
+Wrapper = SwapWrapper | CheckpointWrapper | CheckpointExcludeWrapper
+
+
 class Modules(Protocol):
     """Modules of one framework. Any thread may call; nothing here blocks."""
 
@@ -35,9 +43,7 @@ class Modules(Protocol):
 
     def is_tensor(self, thing: object) -> bool: ...
 
-    def wrapper(
-        self, kind: type[SwapWrapper | CheckpointWrapper], wrapped: Callable[..., Any], call: Call
-    ) -> Module:
+    def wrapper(self, kind: type[Wrapper], wrapped: Callable[..., Any], call: Call) -> Module:
         """A module of this kind that runs ``call(wrapped, args, kwargs)`` and otherwise looks like what it wraps: the
         same names of parameters, buffers and state, the same attributes. A plain callable becomes a module too."""
 
@@ -66,6 +72,63 @@ class Modules(Protocol):
 
     def capturing(self) -> bool:
         """Whether a compiler traces this call."""
+
+    # --- recomputation
+
+    @property
+    def checkpoint_options(self) -> frozenset[str]:
+        """Names of the framework's own options, which its checkpoint takes beside the function's arguments."""
+
+    def checkpoint(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        context_fn: Callable[[], Any] | None,
+        early_stop: bool,
+        options: dict[str, Any],
+    ) -> Any:
+        """Runs the function now and, in the contexts' second one, again in backward; nothing it saves is kept. Hooks that
+        are entered here are offered the tensors among ``args``."""
+
+    def checkpoint_captured(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        policy: Any,
+    ) -> Any:
+        """The same where a compiler traces the call."""
+
+    def selective_contexts(
+        self, policy: Any, swapping: Callable[[], Any], allow_cache_entry_mutation: bool
+    ) -> tuple[Any, Any]:
+        """The contexts of a region with a policy for operations. ``swapping()`` gives a context that is entered around the
+        region's forward, with ``pack`` and ``unpack``. Raises UsageError where the framework has no such policies."""
+
+    def is_selective(self, context: object) -> bool:
+        """Whether this is the framework's own context of this kind."""
+
+    def current_hooks(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+        """The pair of saved-tensor hooks that is entered on this thread, the innermost."""
+
+    def excluded(
+        self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
+    ) -> AbstractContextManager[Any]:
+        """A context inside a region: what autograd saves goes through these hooks, and policies for operations are not
+        asked. Raises UsageError where the framework's own policies are, which cannot be kept from counting."""
+
+    def random_state(self, arguments: object) -> Any:
+        """Of the generators of the host and of the devices that tensors among these arguments are on."""
+
+    def same_random_state(self, one: Any, other: Any) -> bool: ...
+
+    def set_random_state(self, state: Any) -> None: ...
+
+    def requires_grad(self, tensor: Tensor) -> bool: ...
+
+    def as_result(self, tensor: Tensor, requires_grad: bool) -> Tensor:
+        """The tensor as if an operation had computed it: without a graph, and recorded from here on if it is to be."""
 
     def host_memory(self, nbytes: int) -> Bytes:
         """Memory of the host that is not page-locked. Raises MemoryError."""

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from ebbtide.hyper_parallel.checkpoint import (
+    checkpoint,
+    checkpoint_wrapper,
+    create_selective_checkpoint_contexts,
+)
+from ebbtide.hyper_parallel.exclude import checkpoint_exclude_wrapper
 from ebbtide.hyper_parallel.manager import SwapManager
 from ebbtide.hyper_parallel.pool import PinnedMemoryPool
 from ebbtide.hyper_parallel.swap import (
@@ -11,15 +17,21 @@ from ebbtide.hyper_parallel.swap import (
     swap_wrapper,
 )
 from ebbtide.hyper_parallel.totals import report, reset_stats, stats, synchronize
-from ebbtide.modules import SwapWrapper
+from ebbtide.modules import CheckpointExcludeWrapper, CheckpointWrapper, SwapWrapper
 from ebbtide.policy import CheckpointPolicy
 
 __all__ = [
+    "CheckpointExcludeWrapper",
     "CheckpointPolicy",
+    "CheckpointWrapper",
     "PinnedMemoryPool",
     "SwapManager",
     "SwapWrapper",
     "async_save_on_cpu",
+    "checkpoint",
+    "checkpoint_exclude_wrapper",
+    "checkpoint_wrapper",
+    "create_selective_checkpoint_contexts",
     "report",
     "reset_stats",
     "stats",

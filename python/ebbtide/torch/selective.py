@@ -129,7 +129,15 @@ class _Results:
     draws_again: bool = False
 
 
-class _Forward(TorchDispatchMode):
+class _Policy(TorchDispatchMode):
+    """Passes on what runs while it is ``paused``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paused = False
+
+
+class _Forward(_Policy):
     """Around the forward of a region."""
 
     @classmethod
@@ -166,7 +174,7 @@ class _Forward(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if _is_uncounted(func, args):
+        if self.paused or _is_uncounted(func, args):
             return out
         plan = plan_of(self._policy(OpContext(out), func, *args, **kwargs), func)
         entry = _RECOMPUTE
@@ -190,7 +198,7 @@ class _Forward(TorchDispatchMode):
         return out
 
 
-class _Recomputation(TorchDispatchMode):
+class _Recomputation(_Policy):
     """Around the recomputation of a region."""
 
     @classmethod
@@ -214,7 +222,7 @@ class _Recomputation(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _is_uncounted(func, args):
+        if self.paused or _is_uncounted(func, args):
             return func(*args, **kwargs)
         entry = self._take(func)
         if entry is _RECOMPUTE:
@@ -264,6 +272,13 @@ def selective_contexts(
         _Forward(policy, results, swapping),
         _Recomputation(results, allow_cache_entry_mutation),
     )
+
+
+def entered_policies() -> tuple[list[_Policy], list[TorchDispatchMode]]:
+    """The contexts of regions that this thread is in, and other dispatch modes."""
+    modes = _get_current_dispatch_mode_stack()
+    policies = [mode for mode in modes if isinstance(mode, _Policy)]
+    return policies, [mode for mode in modes if not isinstance(mode, _Policy)]
 
 
 def _policy_of(policy_fn_or_list: Any) -> Any:
