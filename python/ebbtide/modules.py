@@ -147,3 +147,10 @@ def tensors_in(tree: object, modules: Modules) -> Iterator[Tensor]:
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         for field in dataclasses.fields(tree):
             yield from tensors_in(getattr(tree, field.name, None), modules)
+
+
+def renamed(names: dict[str, Any], prefix: str, new_prefix: str) -> None:
+    """Gives what begins with ``prefix`` another beginning, in place and in the same order."""
+    for name in list(names):
+        if name.startswith(prefix):
+            names[new_prefix + name[len(prefix) :]] = names.pop(name)

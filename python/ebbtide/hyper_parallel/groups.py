@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextvars
 import enum
 import itertools
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -89,8 +90,8 @@ class GroupRun:
         for session, (run, _) in list(self._numbers.items()):
             call(session, run)
 
-    def __del__(self) -> None:
-        if process.usable():
+    def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not finalizing() and process.usable():
             self.close()
 
 

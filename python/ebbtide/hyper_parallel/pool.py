@@ -13,7 +13,6 @@ from ebbtide.offload import totals
 from ebbtide.sizes import format_bytes, parse_bytes
 
 _ALIGN_LIMIT_BYTES = 2 << 30
-_ALIGNMENT_BYTES = 512
 
 
 class PinnedMemoryPool:
@@ -36,7 +35,7 @@ class PinnedMemoryPool:
             )
         self.sessions: dict[tuple[Any, ...], SwapSession] = {}
         self._lock = threading.Lock()
-        self._used: dict[int, tuple[Bytes, Bytes]] = {}  # by id, with the whole block
+        self._used: dict[int, Bytes] = {}  # by id
         self._pending: deque[tuple[Any, Bytes]] = deque()  # with the event that ends their use
         self._free: list[Bytes] = []
         self._held_bytes = 0  # used, pending and free
@@ -50,10 +49,9 @@ class PinnedMemoryPool:
         Raises RuntimeError where there is no such block, UsageError for a size that is none.
         """
         nbytes = parse_bytes(size, "PinnedMemoryPool.acquire")
-        whole = max(1, -(-nbytes // _ALIGNMENT_BYTES)) * _ALIGNMENT_BYTES
         with self._lock:
             self._settle()
-            while (block := self._take(whole)) is None:
+            while (block := self._take(nbytes)) is None:
                 if not self._pending:
                     raise RuntimeError(
                         f"[PinnedMemoryPool.acquire] {format_bytes(nbytes)} asked, {format_bytes(self._held_bytes)} "
@@ -63,9 +61,8 @@ class PinnedMemoryPool:
                 event, pending = self._pending.popleft()
                 event.synchronize()
                 self._free.append(pending)
-            given = block[:nbytes]
-            self._used[id(given)] = given, block
-            return given
+            self._used[id(block)] = block
+            return block
 
     def release(self, tensor: Bytes, event: Any = None) -> None:
         """Gives a block back: at once, or when ``event`` is done (the framework's, with ``query`` and ``synchronize``).
@@ -80,9 +77,9 @@ class PinnedMemoryPool:
                     "tensor that acquire returned"
                 )
             if event is None:
-                self._free.append(found[1])
+                self._free.append(found)
             else:
-                self._pending.append((event, found[1]))
+                self._pending.append((event, found))
 
     def _settle(self) -> None:
         while self._pending and self._pending[0][0].query():

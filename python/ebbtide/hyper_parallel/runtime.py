@@ -91,8 +91,8 @@ class _Epoch:
                 if epoch.depth == 0:
                     epoch.end()
 
-    def __del__(self) -> None:
-        if getattr(self, "number", 0):
+    def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if getattr(self, "number", 0) and not finalizing():
             self.end()
 
 
@@ -278,6 +278,15 @@ class Scope:
         if group is not self._group or (known is not None and known.stage is not Stage.SAVING):
             self._join(group)
         return self._session.pack(tensor, self._saving)
+
+    def pack_inside(self, tensor: Tensor) -> Kept | Ticket:
+        """Packs what is no input of a region, also where only those leave by themselves."""
+        saving = self._saving
+        inputs_only, saving.inputs_only = saving.inputs_only, False
+        try:
+            return self.pack(tensor)
+        finally:
+            saving.inputs_only = inputs_only
 
     def _join(self, group: Current | None) -> None:
         saving, unpack = self._saving, self._unpack

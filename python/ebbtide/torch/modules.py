@@ -17,6 +17,7 @@ from ebbtide.modules import (
     CheckpointExcludeWrapper,
     CheckpointWrapper,
     SwapWrapper,
+    renamed,
     tensors_in,
 )
 from ebbtide.torch import recompute, resolve
@@ -91,25 +92,19 @@ class Wrapper(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         state = super().state_dict(*args, **kwargs)
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
-        _rename(state, f"{prefix}{_WRAPPED}.", prefix)
+        renamed(state, f"{prefix}{_WRAPPED}.", prefix)
         metadata = getattr(state, "_metadata", None)
         if metadata is not None:
             inner = metadata.pop(f"{prefix}{_WRAPPED}", None)
             if inner is not None:
                 metadata[prefix[:-1]] = inner
-            _rename(metadata, f"{prefix}{_WRAPPED}.", prefix)
+            renamed(metadata, f"{prefix}{_WRAPPED}.", prefix)
         return state
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         # What is below is loaded from this dictionary next, by its full name.
         if _WRAPPED in self._modules:
-            _rename(state_dict, prefix, f"{prefix}{_WRAPPED}.")
-
-
-def _rename(names: dict[str, Any], prefix: str, new_prefix: str) -> None:
-    for name in list(names):
-        if name.startswith(prefix):
-            names[new_prefix + name[len(prefix) :]] = names.pop(name)
+            renamed(state_dict, prefix, f"{prefix}{_WRAPPED}.")
 
 
 def _name_without_wrapper(module: nn.Module, incompatible: Any) -> None:
