@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 import warnings
 import weakref
 
@@ -165,6 +168,44 @@ def test_a_session_goes_with_its_pool_and_its_tickets(hyper: Hyper) -> None:
     del y
     hyper.assert_at_rest()
     assert sessions() == before
+
+
+@pytest.mark.parametrize("next_call", ["forward", "backward"])
+def test_after_an_interrupt_it_recovers_at_the_next_call(hyper: Hyper, next_call: str) -> None:
+    x = make_input().requires_grad_()
+    y = hp.swap(torch.sin, x, **hyper.options)
+    session = next(iter(hyper.options["cpu_pool"].sessions.values())).session
+    session.transfers.cut_short()
+    if next_call == "forward":
+        hp.swap(torch.sin, x, **hyper.options)
+    else:
+        y.sum().backward()
+    assert not session.transfers.interrupted
+    y.sum().backward(retain_graph=True) if next_call == "forward" else None
+    del y
+    hyper.assert_at_rest()
+
+
+def test_an_interpreter_that_ends_with_everything_alive() -> None:
+    script = """
+import torch
+import ebbtide.hyper_parallel as hp
+pools = [None, hp.PinnedMemoryPool("1MiB")]
+x = torch.ones(1 << 12, requires_grad=True)
+manager = hp.SwapManager()
+layers = [hp.swap_wrapper(torch.nn.Sigmoid(), cpu_pool=pool) for pool in pools]
+manager.set_forward_prefetch_layer(*layers)
+kept = layers[1](layers[0](x))
+with manager.group_context("open"):
+    more = hp.swap(torch.sin, x * 2)
+manager.launch_offload("open")
+torch.kept = kept, more, layers, pools
+"""
+    environment = os.environ | {"EBBTIDE_DEVICE": "cpu", "EBBTIDE_KEEP_LAST_BYTES": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_one_pool_is_one_cap(hyper: Hyper) -> None:
