@@ -11,7 +11,7 @@ from typing import Any
 from ebbtide.errors import UsageError
 from ebbtide.hyper_parallel.pool import PinnedMemoryPool
 from ebbtide.hyper_parallel.regions import Region
-from ebbtide.hyper_parallel.runtime import modules_for, saving
+from ebbtide.hyper_parallel.runtime import Scope, modules_for, saving
 from ebbtide.hyper_parallel.swap import warn_if_nested
 from ebbtide.modules import CheckpointWrapper, Module, Modules
 from ebbtide.sizes import SHOWN
@@ -74,37 +74,52 @@ def checkpoint(
         )
     options = {name: kwargs.pop(name) for name in modules.checkpoint_options & kwargs.keys()}
     region = Region(modules, function, args, kwargs, flatten=swap_inputs and modules.records())
-    if policy_fn is not None:
-        context_fn = _with_policy(
-            modules, function, context_fn, policy_fn, group_swap=group_swap, cpu_pool=cpu_pool
-        )
+    swaps: dict[str, Any] = {"group_swap": group_swap, "cpu_pool": cpu_pool}
     if region.nested is None:
+        if policy_fn is not None:
+
+            def swapping() -> Scope:
+                return saving(function, modules=modules, hooked=False, **swaps)
+
+            context_fn = _with_policy(modules, context_fn, policy_fn, swapping)
         return modules.checkpoint(region, args, kwargs, context_fn, early_stop, options)
     del args, kwargs
-    with saving(
-        function, modules=modules, inputs_only=True, group_swap=group_swap, cpu_pool=cpu_pool
-    ):
-        return modules.checkpoint(
-            region, region.nested.take_tensors(), {}, context_fn, early_stop, options
-        )
+    with saving(function, modules=modules, inputs_only=True, **swaps) as scope:
+        if policy_fn is not None:
+            context_fn = _with_policy(modules, context_fn, policy_fn, lambda: _Inside(scope))
+        tensors = region.nested.take_tensors()
+        return modules.checkpoint(region, tensors, {}, context_fn, early_stop, options)
+
+
+class _Inside:
+    """Swapping with a scope that is entered already."""
+
+    def __init__(self, scope: Scope) -> None:
+        self._scope = scope
+
+    def __enter__(self) -> None:
+        self.pack = self._scope.pack_inside
+        self.unpack = self._scope.unpack
+
+    def __exit__(self, *error: object) -> None:
+        del self._scope, self.pack
 
 
 def _with_policy(
     modules: Modules,
-    function: Callable[..., Any],
     context_fn: ContextFn | None,
     policy_fn: Any,
-    **options: Any,
+    swapping: Callable[[], Any],
 ) -> ContextFn:
     def selective() -> Contexts:
-        return _selective(modules, function, policy_fn, False, **options)
+        return modules.selective_contexts(policy_fn, swapping, False)
 
     if context_fn is None:
         return selective
 
     def stacked() -> Contexts:
         outer, inner = context_fn(), selective()
-        if modules.is_selective(outer[0]):  # which number the operations that they see
+        if modules.is_selective(outer[0]):
             raise UsageError(
                 "[checkpoint] context_fn= gives selective contexts of the framework beside policy_fn=: neither would see all "
                 "operations; make both with ebbtide.hyper_parallel.create_selective_checkpoint_contexts"
@@ -112,15 +127,6 @@ def _with_policy(
         return _Stack((outer[0], inner[0])), _Stack((outer[1], inner[1]))
 
     return stacked
-
-
-def _selective(
-    modules: Modules, function: Any, policy: Any, allow_cache_entry_mutation: bool, **options: Any
-) -> Contexts:
-    def swapping() -> Any:
-        return saving(function, modules=modules, hooked=False, **options)
-
-    return modules.selective_contexts(policy, swapping, allow_cache_entry_mutation)
 
 
 class _Stack:
@@ -170,14 +176,11 @@ def create_selective_checkpoint_contexts(
     it runs a second time.
     """
     modules = modules_for(policy_fn_or_list)
-    return _selective(
-        modules,
-        None,
-        policy_fn_or_list,
-        allow_cache_entry_mutation,
-        group_swap=group_swap,
-        cpu_pool=cpu_pool,
-    )
+
+    def swapping() -> Scope:
+        return saving(None, modules=modules, hooked=False, group_swap=group_swap, cpu_pool=cpu_pool)
+
+    return modules.selective_contexts(policy_fn_or_list, swapping, allow_cache_entry_mutation)
 
 
 @dataclass(frozen=True)

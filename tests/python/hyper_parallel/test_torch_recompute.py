@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from harness import Hyper
-from support import assert_same_bits
+from support import DEVICE, assert_same_bits
 from torch import nn
 from training import WIDTH, make_input, make_model, step
 
@@ -611,3 +611,37 @@ def test_what_a_compiler_cannot_take(
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     with pytest.raises(ValueError, match=next(iter(options))):
         hp.checkpoint(torch.exp, x, **options)
+
+
+on_the_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="nothing is compiled for the test device")
+
+
+@on_the_cpu
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize(
+    "policy",
+    [None, [aten.addmm.default], products(SAVE), products(SWAP)],
+    ids=["none", "list", "save", "swap"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_compiled(hyper: Hyper, policy: Any, fullgraph: bool) -> None:
+    block, x = make(hyper, 1)[0], leaf(hyper)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return hp.checkpoint(block, x, policy_fn=policy).sin().sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=fullgraph)
+    found = torch.autograd.grad(compiled(x), x)
+    assert_same_bits(found, torch.autograd.grad(function(x), x))
+
+
+@on_the_cpu
+def test_compiled_with_what_cannot_be(hyper: Hyper) -> None:
+    block, x = make(hyper, 1)[0], leaf(hyper)
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x: hp.checkpoint(block, x, swap_inputs=True).sum(), backend="eager"
+    )
+    with pytest.raises(ValueError, match="swap_inputs= cannot be compiled"):
+        compiled(x)
