@@ -23,9 +23,7 @@ sys.path.insert(2, str(_HERE.parent / "torch"))
 
 from outcome_table import Outcomes, table_lines  # noqa: E402
 
-collect_ignore_glob = (
-    ["test_mindspore_*.py"] if _NAME.startswith("torch") else ["test_torch_*.py"]
-)
+collect_ignore_glob = ["test_mindspore_*.py"] if _NAME.startswith("torch") else ["test_torch_*.py"]
 
 
 @pytest.fixture

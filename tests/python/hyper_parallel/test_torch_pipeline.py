@@ -34,7 +34,13 @@ SCHEDULES: dict[str, tuple[int, Callable[[], list[list[Action]]]]] = {
     "interleaved, 4 ranks of 2": (8, lambda: interleaved(4, 2, MICRO_BATCHES)),
 }
 
+_SMALL = ("1F1B, 4 ranks", "interleaved, 2 ranks of 2")
+
 schedules = pytest.mark.parametrize("schedule", SCHEDULES)
+small_schedules = pytest.mark.parametrize(
+    "schedule",
+    [s if s in _SMALL else pytest.param(s, marks=pytest.mark.slow) for s in SCHEDULES],
+)
 
 
 class Pipeline:
@@ -129,7 +135,7 @@ def free_bytes(stage: nn.Module) -> int:
     return sum(storage.wanted_bytes for storage in saved.free)
 
 
-@schedules
+@small_schedules
 def test_equal_and_exactly_the_launched_groups_moved(schedule: str, hyper: Hyper) -> None:
     count, make = SCHEDULES[schedule]
     ranks = make()
@@ -153,7 +159,7 @@ def test_equal_and_exactly_the_launched_groups_moved(schedule: str, hyper: Hyper
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the CPU's allocator does not tell its peak")
-@schedules
+@small_schedules
 def test_the_peak_falls(schedule: str, hyper: Hyper) -> None:
     count, make = SCHEDULES[schedule]
     ranks = make()
