@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 from collections import OrderedDict, namedtuple
@@ -30,6 +31,14 @@ SAVE, SWAP, RECOMPUTE = (
     hp.CheckpointPolicy.MUST_SWAP,
     hp.CheckpointPolicy.MUST_RECOMPUTE,
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def after_a_first_checkpoint() -> None:
+    """torch's first checkpoint imports its compiler, which leaves the frames that led there in a reference cycle."""
+    x = torch.zeros(1, device="cpu", requires_grad=True)
+    torch_checkpoint.checkpoint(torch.exp, x, use_reentrant=False)
+    gc.collect()
 
 
 class Regions(nn.Module):
@@ -412,7 +421,8 @@ def test_inside_and_around(hyper: Hyper, inner: str, outer: str) -> None:
     check(hyper, Model(), plain, leaf(hyper))
     stats = tide.stats()
     assert (stats.entries, stats.device_bytes, stats.host_bytes) == (0, 0, 0)
-    assert hp.stats().d2h_bytes > 0
+    # What two objects save is held by each for the other: it stays.
+    assert (hp.stats().d2h_bytes > 0) == (inner != "offload")
 
 
 # --- wrappers
@@ -460,6 +470,48 @@ def test_what_cannot_be_wrapped(hyper: Hyper) -> None:
     hp.checkpoint_wrapper(nn.Sequential(hp.checkpoint_exclude_wrapper(block)))
     with pytest.raises(UsageError, match="non-reentrant"):
         hp.checkpoint(block, data(hyper), use_reentrant=True)
+
+
+# --- chains
+
+
+def test_a_chain_of_recomputed_layers(hyper: Hyper) -> None:
+    """Its groups say when inputs and results leave, and bring them back; of the last layer nothing leaves."""
+    plain = make(hyper, 4)
+    options = {"swap_inputs": True, "policy_fn": products(SWAP), **hyper.options}
+    layers = [hp.checkpoint_wrapper(block, **options) for block in plain]
+    hyper.chain(*layers)
+    check(hyper, nn.Sequential(*layers), plain, leaf(hyper))
+    stats = hp.stats()
+    # Three layers' results, and the inputs of the second and third: the first's is the caller's.
+    assert stats.d2h_bytes == stats.h2d_bytes == (3 * 3 + 2) * HIDDEN_BYTES
+    assert (stats.unfreed_bytes, stats.prefetch_misses) == (0, 0)
+    if hyper.group_swap:
+        assert stats.d2h_copies < 3 * 2 + 2
+
+
+def test_micro_batches_through_a_chain(hyper: Hyper) -> None:
+    plain = make(hyper)
+    options = {"swap_inputs": True, "policy_fn": products(SWAP), **hyper.options}
+    layers = [hp.checkpoint_wrapper(block, **options) for block in plain]
+    hyper.chain(*layers)
+    model = nn.Sequential(*layers)
+    inputs = [data(hyper, seed=seed) for seed in range(3)]
+
+    def run(network: nn.Module, order: list[int]) -> list[Any]:
+        network.zero_grad()
+        losses = [network(x).square().mean() for x in inputs]
+        for index in order:
+            losses[index].backward()
+        found = [parameter.grad.clone() for parameter in plain.parameters()]
+        return [*(loss.detach() for loss in losses), *found]
+
+    for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0]):
+        expected = run(plain, order)
+        hp.reset_stats()
+        assert_same_bits(run(model, order), expected)
+        assert hp.stats().d2h_bytes > 0
+        hyper.assert_at_rest()
 
 
 # --- not recomputed
