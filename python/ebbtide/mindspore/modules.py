@@ -73,6 +73,15 @@ class Wrapper(nn.Cell):
         inner: Any = self.wrapped
         return inner[index]
 
+    def update_parameters_name(self, prefix: str = "", recurse: bool = True) -> None:
+        # Called when a cell becomes an attribute. In a model that was built before, the names are longer already: there
+        # MindSpore would cut them, and so have many parameters of one name.
+        before = [(weight, weight.name) for weight in self.get_parameters(expand=recurse)]
+        super().update_parameters_name(prefix, recurse)
+        for weight, name in before:
+            if name.endswith(f".{weight.name}"):
+                weight.name = name
+
     def cells_and_names(
         self, cells: set[nn.Cell] | None = None, name_prefix: str = ""
     ) -> Iterator[tuple[str, nn.Cell]]:

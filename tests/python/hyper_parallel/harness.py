@@ -24,6 +24,9 @@ class Hyper:
     def __init__(self, backend: Any, group_swap: bool) -> None:
         self.backend = backend
         self.group_swap = group_swap
+        # Where it is not told who holds a storage, one that has left is not known again, and a slice of what others hold
+        # is copied.
+        self.knows_storages = getattr(backend, "counts_holders", True)
         self.use_pool("1GiB")
         self.manager = hp.SwapManager()
 

@@ -140,7 +140,8 @@ def test_a_view_that_is_saved_late_finds_the_rest_of_its_storage(hyper, backend)
 
     compare(hyper, first, second)
     stats = hyper.stats()
-    assert (stats.d2h_bytes, stats.h2d_bytes, stats.unique_bytes) == (NBYTES, NBYTES, NBYTES)
+    expected = NBYTES if hyper.knows_storages else 7 * COLUMNS * FLOAT
+    assert (stats.d2h_bytes, stats.h2d_bytes, stats.unique_bytes) == (expected,) * 3, stats
 
 
 # --- what others hold
@@ -162,7 +163,8 @@ def test_a_slice_does_not_free_the_rest_of_its_storage(hyper, backend):
     compare(hyper, layer, look, layer, look, steps=3)
     assert backend.bits(held) == bits
     stats = hyper.stats()
-    assert (stats.d2h_bytes, stats.h2d_bytes) == (3 * 2 * 3 * FLOAT,) * 2, stats
+    left = 3 * FLOAT if hyper.knows_storages else (2 * COLUMNS + 3) * FLOAT
+    assert (stats.d2h_bytes, stats.h2d_bytes) == (3 * 2 * left,) * 2, stats
     assert stats.unfreed_bytes == 0
 
 
@@ -248,7 +250,8 @@ def test_groups_that_share_a_storage_do_not_free_it_under_each_other(hyper, back
 
     compare(hyper, first, between, between, last)
     stats = hyper.stats()
-    expected = NBYTES + 2 * 7 * FLOAT
+    shared = NBYTES if hyper.knows_storages else 8 * COLUMNS * FLOAT
+    expected = shared + 2 * 7 * FLOAT
     assert (stats.d2h_bytes, stats.h2d_bytes, stats.unique_bytes) == (expected,) * 3, stats
 
 
