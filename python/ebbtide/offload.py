@@ -19,6 +19,26 @@ from ebbtide.session import Session
 from ebbtide.sizes import SHOWN
 
 
+def totals(session: Session) -> Stats:
+    transfers = session.transfers
+    tiers = transfers.tiers
+    return Stats.from_core(
+        session.stats(),
+        first_tier=tiers.first,
+        host_reserved_bytes=0 if tiers.first == "disk" else tiers.space.reserved_bytes,
+        exposed_wait_s=transfers.exposed_wait_s,
+    )
+
+
+def group_totals(session: Session) -> list[GroupTotals]:
+    """Per name of a group, in the order of first use."""
+    return [
+        GroupTotals(name, *(getattr(group, field) for field in _GROUP_FIELDS))
+        for name, group in session.group_stats()
+        if name
+    ]
+
+
 class Scope:
     """One entry of the context on one thread."""
 
@@ -252,22 +272,11 @@ class Offload:
 
     def stats(self) -> Stats:
         """Totals and what is held now, as a frozen dataclass. Bytes, counts, seconds."""
-        transfers = self._session.transfers
-        tiers = transfers.tiers
-        return Stats.from_core(
-            self._session.stats(),
-            first_tier=tiers.first,
-            host_reserved_bytes=0 if tiers.first == "disk" else tiers.space.reserved_bytes,
-            exposed_wait_s=transfers.exposed_wait_s,
-        )
+        return totals(self._session)
 
     def group_stats(self) -> list[GroupTotals]:
         """Per name of a group, in the order of first use."""
-        return [
-            GroupTotals(name, *(getattr(group, field) for field in _GROUP_FIELDS))
-            for name, group in self._session.group_stats()
-            if name
-        ]
+        return group_totals(self._session)
 
     def reset_stats(self) -> None:
         """Totals to zero; what is held now stays and is the new peak."""

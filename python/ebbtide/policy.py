@@ -1,13 +1,14 @@
-"""What a user's policy may answer for one saved tensor."""
+"""What a user's policy may answer for one saved tensor, or for one operation of a checkpointed region."""
 
 from __future__ import annotations
 
 import enum
 import reprlib
+from typing import Any
 
 from ebbtide.errors import UsageError
 
-__all__ = ["CheckpointPolicy", "wants_offload"]
+__all__ = ["CheckpointPolicy", "OpPlan", "plan_of", "wants_offload"]
 
 
 class CheckpointPolicy(enum.Enum):
@@ -32,6 +33,7 @@ class CheckpointPolicy(enum.Enum):
 # By name: torch's own enum is understood without importing torch.
 _OFFLOADED = frozenset({"MUST_SWAP", "MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD"})
 _KEPT = frozenset({"MUST_SAVE", "PREFER_SAVE"})
+_RECOMPUTED = frozenset({"MUST_RECOMPUTE", "PREFER_RECOMPUTE"})
 
 _SHOWN = reprlib.Repr()
 _SHOWN.maxstring = _SHOWN.maxother = 80
@@ -50,8 +52,48 @@ def wants_offload(answer: object) -> bool:
         return True
     if name in _KEPT:
         return False
-    shown = f"{type(answer).__name__}.{name}" if name is not None else _SHOWN.repr(answer)
     raise UsageError(
-        f"[OffloadConfig.policy] the policy answered {shown} for a tensor: return "
+        f"[OffloadConfig.policy] the policy answered {_shown(answer)} for a tensor: return "
         "CheckpointPolicy.MUST_SWAP to offload it, or MUST_SAVE or PREFER_SAVE to keep it"
+    )
+
+
+class OpPlan(enum.Enum):
+    """What becomes of an operation's result until the recomputation of its region."""
+
+    SAVE = enum.auto()
+    SWAP = enum.auto()
+    RECOMPUTE = enum.auto()
+
+
+def plan_of(answer: object, op: Any) -> OpPlan:
+    """What ``answer``, returned by a user's ``policy(ctx, op, ...)``, asks for; ``True`` saves, ``False`` recomputes.
+
+    Members of any enum count by their name.
+
+    Raises:
+        UsageError: ``answer`` is anything else.
+    """
+    if answer is True:
+        return OpPlan.SAVE
+    if answer is False:
+        return OpPlan.RECOMPUTE
+    name = answer.name if isinstance(answer, enum.Enum) else None
+    if name in _RECOMPUTED:
+        return OpPlan.RECOMPUTE
+    if name in _KEPT:
+        return OpPlan.SAVE
+    if name in _OFFLOADED:
+        return OpPlan.SWAP
+    raise UsageError(
+        f"[policy_fn] the policy answered {_shown(answer)} for {op}: return a member of CheckpointPolicy, or a bool: "
+        "True saves the operation's result, False recomputes it"
+    )
+
+
+def _shown(answer: object) -> str:
+    return (
+        f"{type(answer).__name__}.{answer.name}"
+        if isinstance(answer, enum.Enum)
+        else _SHOWN.repr(answer)
     )

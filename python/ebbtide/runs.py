@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ebbtide import _core, process
-from ebbtide.framework import Framework, Tensor, Weak
+from ebbtide.framework import Framework, Storage, Tensor, Weak
 from ebbtide.interrupts import noting_interrupts
 from ebbtide.transfers import Transfers
 
@@ -22,6 +22,9 @@ class Runs:
         self._engine = transfers.engine
         self._labels = labels  # the session's
         self._requested: dict[int, list[Weak]] = {}  # by run
+        # Where a weak reference does not keep an identity, what is asked for is held until it is saved or not.
+        self._holds = framework.keep_last_storages > 0
+        self._held: dict[int, list[Storage]] = {}  # by run
 
     def open(self, name: str) -> tuple[int, int]:
         """A run through the group of this name: its number, and the label that its statistics go by."""
@@ -34,12 +37,15 @@ class Runs:
         storage = self._framework.storage(tensor)
         # Until the run is closed, the identity is this storage's.
         self._requested.setdefault(run, []).append(self._framework.weak(storage))
+        if self._holds:
+            self._held.setdefault(run, []).append(storage)
         self._engine.request(run, self._framework.storage_ref(storage).identity)
 
     @noting_interrupts
     def offload(self, run: int) -> None:
         """Starts copying out what was saved in the run so far. Waits for nothing but `in_flight_bytes`."""
         process.require_usable("launch_offload")
+        self._held.pop(run, None)
         self.transfers.settle()
         self.transfers.run(self._engine.offload_run(run))
 
@@ -71,6 +77,7 @@ class Runs:
     @noting_interrupts
     def keep(self, run: int) -> None:
         """What has not left stays on the device; the rest can be loaded."""
+        self._held.pop(run, None)
         if process.usable():
             self.transfers.run(self._engine.keep_run(run))
 
@@ -78,6 +85,7 @@ class Runs:
     def close(self, run: int) -> None:
         """Nothing more is saved in the run or asked of it. Its tickets stay good."""
         self._requested.pop(run, None)
+        self._held.pop(run, None)
         if process.usable():
             self.transfers.run(self._engine.close_run(run))
 

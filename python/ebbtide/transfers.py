@@ -7,9 +7,11 @@ lists and dicts, without locks.
 
 from __future__ import annotations
 
+import sys
 import time
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 from ebbtide import _core, process
 from ebbtide._core import CommandKind, Hop
@@ -56,17 +58,22 @@ class Transfers(_core.CommandRunner):
         self.interrupted = False
         self.exposed_wait_s = 0.0
 
-    def __del__(self) -> None:
+    # At the interpreter's end what a module's names stand for may be gone.
+    def __del__(
+        self,
+        finalizing: Callable[[], bool] = sys.is_finalizing,
+        keep_forever: Callable[[Any], None] = _core.keep_forever,
+    ) -> None:
         if not hasattr(self, "copies"):
             return
-        if process.usable():
+        if not finalizing() and process.usable():
             # The engine gives its blocks back with its end: no copy may use them any more.
             self._executor.drain(self.copies)
             if self._stream_copies is not None:
                 self._stream_copies.drain()
         else:
             # Threads that are not in this process may have left the engine's and the tier's mutexes locked.
-            _core.keep_forever(self.engine)
+            keep_forever(self.engine)
 
     # --- copies
 

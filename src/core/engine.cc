@@ -162,12 +162,18 @@ void Engine::finish_copy(CopyId copy, bool ok, const std::vector<ProbeAnswer>& a
   switch (running.hop) {
     case Hop::kOffload: {
       parcels_.at(running.parcel).filling = {};
+      // Before a lease among them is let go of: one storage may be in the copy for entries of several epochs.
+      std::vector<ProbeAnswer> now = answers;
+      for (std::size_t i = 0; i < std::min(now.size(), running.moved.size()); ++i) {
+        const Entry* entry = registry_.find(running.moved[i].storage);
+        if (entry != nullptr && !held_by_others(*entry, now[i])) now[i].holders = 0;
+      }
       bool used = false;
       for (std::size_t i = 0; i < running.moved.size(); ++i) {
         const Moved& moved = running.moved[i];
         Entry* entry = registry_.find(moved.storage);
         if (entry != nullptr && entry->offload == copy) {
-          const ProbeAnswer answer = i < answers.size() ? answers[i] : ProbeAnswer{.same = !ok};
+          const ProbeAnswer answer = i < now.size() ? now[i] : ProbeAnswer{.same = !ok};
           used |= finish_offload(*entry, moved, running.parcel, ok, answer, commands);
         } else if (ok) {
           if (!moved.counted) count_offloaded(moved);

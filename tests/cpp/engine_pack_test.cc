@@ -79,6 +79,26 @@ TEST(EnginePack, OfAPackThatFindsNoRoomAPartGoes) {
   driver.expect_at_rest();
 }
 
+TEST(EnginePack, AStorageInAPackForTwoEpochsIsFreeAfterwards) {
+  Driver driver({.config = kPacking});
+  const EpochId epochs[] = {driver.begin_epoch(), driver.begin_epoch()};
+  Storage storage = filled(driver, 64);
+  driver.begin_group(epochs[1], 1);
+  const Saved first = driver.pack(storage, bytes_view(0, 64), epochs[0]);
+  const Saved second = driver.pack(std::move(storage), bytes_view(0, 64), epochs[1]);
+  driver.end_group();
+  for (const EpochId epoch : epochs) driver.end_epoch(epoch);
+  const Stats stats = driver.engine.stats();
+  EXPECT_EQ(stats.d2h_copies, 1u);
+  EXPECT_EQ(stats.freed_bytes, 128u);
+  EXPECT_EQ(stats.unfreed_bytes, 0u);
+  EXPECT_EQ(driver.device.used_bytes(), 0u);
+  for (const Saved& one : {second, first}) EXPECT_NE(driver.unpack(one, kPass), nullptr);
+  driver.end_pass(kPass);
+  for (const Saved& one : {first, second}) driver.drop(one);
+  driver.expect_at_rest();
+}
+
 TEST(EnginePack, AnAliasGroupIsNeverSplit) {
   EngineConfig config = kPacking;
   config.pack_bytes = 40;

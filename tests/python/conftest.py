@@ -20,12 +20,12 @@ os.environ.setdefault("EBBTIDE_DEVICE", DEVICE)
 
 pytest_plugins = ["outcomes"]
 
-_FOLDERS = {"behaviour", "benchmarks", "device", "mindspore", "models", "torch"}
+_FOLDERS = {"behaviour", "benchmarks", "device", "hyper_parallel", "mindspore", "models", "torch"}
 # What needs no framework is run with torch on the CPU.
 _OF_BACKEND = {
-    "torch-cpu": {"test_*.py", "behaviour", "benchmarks", "models", "torch"},
-    "torch-tide": {"behaviour", "device", "models", "torch"},
-    "mindspore-cpu": {"behaviour", "mindspore"},
+    "torch-cpu": {"test_*.py", "behaviour", "benchmarks", "hyper_parallel", "models", "torch"},
+    "torch-tide": {"behaviour", "device", "hyper_parallel", "models", "torch"},
+    "mindspore-cpu": {"behaviour", "hyper_parallel", "mindspore"},
 }
 
 if BACKEND not in BACKENDS:

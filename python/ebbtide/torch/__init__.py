@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ebbtide import process
-from ebbtide.config import OffloadConfig
+from ebbtide.config import OffloadConfig, Resolved
 from ebbtide.errors import UsageError
 from ebbtide.offload import Offload, Scope
 from ebbtide.policy import CheckpointPolicy
@@ -63,13 +63,19 @@ def offload(
         )
     if config is None:
         config = OffloadConfig.from_options(**options)
+    framework, resolved = resolve(config)
+    return Offload(framework, config, resolved, model)
+
+
+def resolve(config: OffloadConfig) -> tuple[TorchFramework, Resolved]:
+    """The device that the configuration is about, and its options on this machine. Raises as ``offload`` does."""
     device_type = _device_type(config.device)
     on_accelerator = device_type != "cpu"
     total_bytes = _device_bytes(device_type) if on_accelerator else 0
     resolved = config.resolve(device_type, on_accelerator, total_bytes)
     if not on_accelerator and resolved.tune_malloc:
         process.fix_malloc_threshold()
-    return Offload(TorchFramework(device_type), config, resolved, model)
+    return TorchFramework(device_type), resolved
 
 
 def _device_type(device: str | None) -> str:

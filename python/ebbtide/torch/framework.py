@@ -17,6 +17,7 @@ from ebbtide.errors import UsageError
 from ebbtide.framework import StorageRef, Streams, ViewMeta, Weights
 from ebbtide.torch.blocks import repeated_blocks, watch
 from ebbtide.torch.streams import TorchStreams
+from ebbtide.torch.unobserved import unobserved
 from ebbtide.torch.weights import ModelWeights, is_weight, is_weight_cast
 from ebbtide.wrapping import run_inside
 
@@ -213,9 +214,7 @@ class TorchFramework:
     def _empty_of(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         empty = self._empty.get((dtype, device))
         if empty is None:
-            with torch.inference_mode(False):  # whose tensors could not be changed outside of it
-                empty = torch.empty(0, dtype=dtype, device=device)
-            self._empty[dtype, device] = empty
+            empty = self._empty[dtype, device] = _make_empty(dtype, device)
         return empty
 
     def counter_owner(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -228,15 +227,19 @@ class TorchFramework:
         owned = tensor.is_leaf and tensor.requires_grad
         if reason is KeepReason.SMALL and tensor.numel() == 0 and not owned:
             # A view without elements must not pin the storage it came from.
-            empty = torch.empty_strided(
-                tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
-            )
-            return self._emptied(tensor, _with_bits(empty, tensor.is_conj(), tensor.is_neg()))
+            return self._without_elements(tensor)
         if tensor.is_leaf:
             # No graph hangs at a leaf, and whoever swaps its data wants backward to see the new data.
             return tensor
         # The tensor itself would keep its own node alive for ever where it is the node's output.
         return tensor.detach()
+
+    @unobserved
+    def _without_elements(self, tensor: torch.Tensor) -> torch.Tensor:
+        empty = torch.empty_strided(
+            tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )
+        return self._emptied(tensor, _with_bits(empty, tensor.is_conj(), tensor.is_neg()))
 
     def modified_text(self, tensor: torch.Tensor, expected: int, found: int) -> str:
         return (
@@ -246,6 +249,7 @@ class TorchFramework:
 
     # --- backward
 
+    @unobserved
     def make_view(
         self, storage: torch.UntypedStorage, view: ViewMeta, witness: torch.Tensor
     ) -> torch.Tensor:
@@ -292,6 +296,12 @@ class TorchFramework:
 
     def weights(self, model: Any) -> Weights:
         return ModelWeights(model)
+
+
+@unobserved
+def _make_empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):  # whose tensors could not be changed outside of it
+        return torch.empty(0, dtype=dtype, device=device)
 
 
 _all_streams: dict[str, TorchStreams] = {}

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ebbtide.torch.unobserved import unobserved
+
 # Without the checks of its public name, which accepts devices of any kind.
 _current_stream = getattr(torch._C, "_accelerator_getStream", torch.accelerator.current_stream)
 _set_stream = getattr(torch._C, "_accelerator_setStream", torch.accelerator.set_stream)
@@ -76,6 +78,7 @@ class TorchStreams:
     done = staticmethod(torch.Event.query)
     synchronize = staticmethod(torch.Event.synchronize)
 
+    @unobserved
     def bytes_of(self, storage: torch.UntypedStorage) -> torch.Tensor:
         device = storage.device
         empty = self._empty.get(device)
@@ -85,6 +88,7 @@ class TorchStreams:
             self._empty[device] = empty
         return empty.detach().set_(storage)  # cheaper than a new tensor
 
+    @unobserved
     def issue(
         self,
         stream: int,
@@ -113,6 +117,7 @@ class TorchStreams:
         event.record(on)
         return event
 
+    @unobserved
     def staging(self, nbytes: int, device: int) -> torch.Tensor:
         try:
             return torch.empty(
@@ -121,6 +126,7 @@ class TorchStreams:
         except torch.OutOfMemoryError as error:
             raise MemoryError(str(error)) from error
 
+    @unobserved
     def pinned(self, nbytes: int) -> torch.Tensor | None:
         try:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -131,8 +137,9 @@ class TorchStreams:
         return memory.data_ptr()
 
     def record_stream(self, storage: torch.UntypedStorage, stream: int) -> None:
-        self.bytes_of(storage).record_stream(self._stream(stream))
+        self.record_stream_of(self.bytes_of(storage), stream)
 
+    @unobserved
     def record_stream_of(self, tensor: torch.Tensor, stream: int) -> None:
         tensor.record_stream(self._stream(stream))
 

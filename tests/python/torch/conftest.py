@@ -20,6 +20,7 @@ _ON_ANY_DEVICE = {
         "context",
         "exceptions",
         "interrupts",
+        "selective",
         "several_forwards",
         "threads",
         "transforms",

@@ -1,0 +1,290 @@
+"""MindSpore's cells for the HyperParallel layer: wrappers that hide themselves, calls around construct and backward."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import mindspore
+import numpy as np
+from mindspore import Tensor, nn
+from mindspore.common.api import _pynative_executor
+
+from ebbtide import process
+from ebbtide.config import OffloadConfig, Resolved
+from ebbtide.errors import UsageError
+from ebbtide.framework import Framework
+from ebbtide.mindspore import _device_type, _streams, passes
+from ebbtide.mindspore.framework import MindSporeFramework
+from ebbtide.modules import (
+    Call,
+    CheckpointExcludeWrapper,
+    CheckpointWrapper,
+    SwapWrapper,
+    renamed,
+)
+
+_WRAPPED = "_wrapped_cell"
+
+
+class Wrapper(nn.Cell):
+    """Runs ``call`` around a cell or function, and answers to the names of what it wraps."""
+
+    def __init__(self, wrapped: Callable[..., Any], call: Call) -> None:
+        super().__init__(auto_prefix=False)
+        self._function: Any = None
+        if isinstance(wrapped, nn.Cell):
+            self._cells[_WRAPPED] = wrapped  # parameters keep their own names
+            self.set_train(wrapped.training)
+        else:
+            self._function = wrapped
+        self._call = call
+
+    @property
+    def wrapped(self) -> Callable[..., Any]:
+        inner: Any = self._cells.get(_WRAPPED)
+        return self._function if inner is None else inner
+
+    def construct(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(self.wrapped, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            inner = self.__dict__.get("_cells", {}).get(_WRAPPED)
+            if inner is None:
+                raise
+            return getattr(inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A weight that is tied or replaced by its name is the inner cell's.
+        inner = self.__dict__.get("_cells", {}).get(_WRAPPED)
+        if inner is not None and (
+            name in inner._params or name in inner._buffers or name in inner._cells
+        ):
+            setattr(inner, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __getitem__(self, index: Any) -> Any:
+        inner: Any = self.wrapped
+        return inner[index]
+
+    def update_parameters_name(self, prefix: str = "", recurse: bool = True) -> None:
+        # Called when a cell becomes an attribute. In a model that was built before, the names are longer already: there
+        # MindSpore would cut them, and so have many parameters of one name.
+        before = [(weight, weight.name) for weight in self.get_parameters(expand=recurse)]
+        super().update_parameters_name(prefix, recurse)
+        for weight, name in before:
+            if name.endswith(f".{weight.name}"):
+                weight.name = name
+
+    def cells_and_names(
+        self, cells: set[nn.Cell] | None = None, name_prefix: str = ""
+    ) -> Iterator[tuple[str, nn.Cell]]:
+        # What is below is named as if the wrapper were not there, also by those above.
+        cells = cells or set()
+        if self in cells:
+            return
+        cells.add(self)
+        yield name_prefix, self
+        inner = self._cells.get(_WRAPPED)
+        if inner is not None:
+            yield from inner.cells_and_names(cells, name_prefix)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state = super().state_dict(*args, **kwargs)
+        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        renamed(state, f"{prefix}{_WRAPPED}.", prefix)
+        return state
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        # What is below is loaded from this dictionary next, by its full name.
+        if _WRAPPED in self._cells:
+            renamed(state_dict, prefix, f"{prefix}{_WRAPPED}.")
+
+
+class MindSporeSwapWrapper(SwapWrapper, Wrapper):
+    pass
+
+
+class MindSporeCheckpointWrapper(CheckpointWrapper, Wrapper):
+    pass
+
+
+class MindSporeCheckpointExcludeWrapper(CheckpointExcludeWrapper, Wrapper):
+    pass
+
+
+_KINDS: dict[type, type[Wrapper]] = {
+    SwapWrapper: MindSporeSwapWrapper,
+    CheckpointWrapper: MindSporeCheckpointWrapper,
+    CheckpointExcludeWrapper: MindSporeCheckpointExcludeWrapper,
+}
+
+
+class MindSporeModules:
+    """See :class:`ebbtide.modules.Modules`. In PyNative mode; policies for operations are not available."""
+
+    def resolve(self, config: OffloadConfig) -> tuple[Framework, Resolved]:
+        device_type = _device_type(config.device)
+        on_accelerator = device_type != "cpu"
+        resolved = config.resolve(device_type, on_accelerator, 0)
+        if not on_accelerator and resolved.tune_malloc:
+            process.fix_malloc_threshold()
+        streams = _streams(device_type) if on_accelerator else None
+        return MindSporeFramework(device_type, streams), resolved
+
+    def is_module(self, thing: object) -> bool:
+        return isinstance(thing, nn.Cell)
+
+    def is_tensor(self, thing: object) -> bool:
+        return isinstance(thing, Tensor)
+
+    def wrapper(self, kind: type[Any], wrapped: Callable[..., Any], call: Call) -> nn.Cell:
+        return _KINDS[kind](wrapped, call)
+
+    def wrapped(self, module: nn.Cell) -> Callable[..., Any] | None:
+        return module.wrapped if isinstance(module, Wrapper) else None
+
+    def submodules(self, module: nn.Cell) -> Iterator[nn.Cell]:
+        return (cell for _, cell in module.cells_and_names())
+
+    def watch_forward(
+        self, module: nn.Cell, before: Callable[[], None], after: Callable[[Any], None]
+    ) -> Callable[[], None]:
+        # MindSpore's hooks are not called where a forward raises: the cell's class is one that tells.
+        original: Any = type(module)
+
+        def construct(self: Any, *args: Any, **kwargs: Any) -> Any:
+            inner: Any = super(watched, self)
+            if not watches:
+                return inner.construct(*args, **kwargs)
+            before()
+            output = None
+            try:
+                output = inner.construct(*args, **kwargs)
+            finally:
+                after(output)
+            return output
+
+        def reduce(self: Any, protocol: Any) -> Any:
+            inner: Any = super(watched, self)
+            call, arguments, *rest = inner.__reduce_ex__(protocol)
+            return call, tuple(original if item is watched else item for item in arguments), *rest
+
+        methods = {
+            "construct": construct,
+            "__reduce_ex__": reduce,
+            "__module__": original.__module__,
+            "__doc__": original.__doc__,
+        }
+        watched: Any = type(original.__name__, (original,), methods)
+        watches = [True]
+        module.__class__ = watched
+        cell = weakref.ref(module)
+
+        def remove() -> None:
+            watches.clear()
+            found = cell()
+            if found is not None and type(found) is watched:
+                found.__class__ = original
+
+        return remove
+
+    def before_backward(self, output: Tensor, callback: Callable[[], None]) -> None:
+        # A leaf lives on, and would call for every later graph.
+        if not output._is_leaf and self.records():
+
+            def hook(_: Tensor) -> None:
+                callback()
+
+            output.register_hook(hook)
+
+    def in_backward(self) -> bool:
+        return passes.is_running()
+
+    def records(self) -> bool:
+        return bool(_pynative_executor.grad_flag() and _pynative_executor.enable_grad())
+
+    def capturing(self) -> bool:
+        return bool(mindspore.get_context("mode") == mindspore.GRAPH_MODE)
+
+    # --- recomputation
+
+    checkpoint_options: frozenset[str] = frozenset()
+
+    def checkpoint(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        context_fn: Callable[[], Any] | None,
+        early_stop: bool,
+        options: dict[str, Any],
+    ) -> Any:
+        if context_fn is not None:
+            raise _no_policies()
+        return mindspore.recompute(function, *args, use_reentrant=False, **kwargs)
+
+    def checkpoint_captured(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, policy: Any
+    ) -> Any:
+        raise UsageError(
+            "[checkpoint] MindSpore is in graph mode: call mindspore.set_context(mode=mindspore.PYNATIVE_MODE)"
+        )
+
+    def selective_contexts(
+        self, policy: Any, swapping: Callable[[], Any], allow_cache_entry_mutation: bool
+    ) -> tuple[Any, Any]:
+        raise _no_policies()
+
+    def is_selective(self, context: object) -> bool:
+        return False
+
+    def current_hooks(self) -> None:
+        return None
+
+    def excluded(
+        self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
+    ) -> AbstractContextManager[Any]:
+        raise UsageError(
+            "[checkpoint_exclude_wrapper] not available with MindSpore: wrap what is around it instead"
+        )
+
+    def random_state(self, arguments: object) -> Any:
+        return mindspore.get_rng_state()
+
+    def same_random_state(self, one: Any, other: Any) -> bool:
+        return bool(np.array_equal(one.asnumpy(), other.asnumpy()))
+
+    def set_random_state(self, state: Any) -> None:
+        mindspore.set_rng_state(state)
+
+    def requires_grad(self, tensor: Tensor) -> bool:
+        return self.records()
+
+    def as_result(self, tensor: Tensor, requires_grad: bool) -> Tensor:
+        raise _no_policies()
+
+    def host_memory(self, nbytes: int) -> Tensor:
+        return Tensor.from_numpy(np.empty(nbytes, np.uint8))
+
+
+def _no_policies() -> UsageError:
+    return UsageError(
+        "[checkpoint] policies for operations and context_fn= are not available with MindSpore: it has no hook around single "
+        "operations; leave them out, or swap what is around them"
+    )

@@ -1,0 +1,108 @@
+"""HyperParallel's interface, for the backend that ``EBBTIDE_TEST_BACKEND`` names, with group_swap off and on.
+
+What need not be PyTorch is written against the behaviour tests' backends; `test_torch_*.py` is about PyTorch alone.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_HERE = Path(__file__).parent
+_NAME = os.environ.get("EBBTIDE_TEST_BACKEND", "torch-cpu")
+
+sys.path.insert(0, str(_HERE))
+sys.path.insert(1, str(_HERE.parent / "behaviour"))
+sys.path.insert(2, str(_HERE.parent / "torch"))
+
+from outcome_table import Outcomes, table_lines  # noqa: E402
+
+collect_ignore_glob = ["test_mindspore_*.py"] if _NAME.startswith("torch") else ["test_torch_*.py"]
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Counts are exact: nothing is held back, no copy is left running, nothing is loaded on a guess."""
+    for name, value in {"KEEP_LAST_BYTES": 0, "IN_FLIGHT_BYTES": 0, "PREFETCH_BYTES": 0}.items():
+        monkeypatch.setenv(f"EBBTIDE_{name}", str(value))
+    backend = _make_backend()
+    backend.begin()
+    yield backend
+    backend.end()
+
+
+def _make_backend() -> Any:
+    if _NAME == "torch-cpu":
+        from torch_cpu import TorchBackend as Backend
+    elif _NAME == "torch-tide":
+        from torch_tide import TideBackend as Backend
+    else:
+        from mindspore_cpu import MindSporeBackend as Backend
+    return Backend("host")
+
+
+@pytest.fixture(params=[False, True], ids=["group_swap=off", "group_swap=on"])
+def group_swap(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
+@pytest.fixture
+def hyper(backend: Any, group_swap: bool) -> Any:
+    from harness import Hyper
+
+    return Hyper(backend, group_swap)
+
+
+@pytest.fixture(autouse=True)
+def on_the_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What is about PyTorch makes its tensors and modules on the backend's device."""
+    if _NAME != "torch-tide" or not request.path.name.startswith("test_torch_"):
+        yield
+        return
+    import torch
+    from support import load_test_device
+
+    load_test_device()
+    with torch.device("tide"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def without_garbage_collector() -> Iterator[None]:
+    """At rest means at rest without the collector's help."""
+    gc.collect()
+    gc.freeze()  # modules and what pytest keeps: later collections need not look at them again
+    gc.disable()
+    yield
+    gc.enable()
+
+
+# --- the table of outcomes
+
+_OUTCOMES = Outcomes(_NAME)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    _OUTCOMES.begin(session.items)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[Any]:
+    report = yield
+    _OUTCOMES.note(item, report)
+    return report
+
+
+def pytest_sessionfinish() -> None:
+    _OUTCOMES.write()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    for line in table_lines() if _OUTCOMES.noted() else []:
+        terminalreporter.write_line(line)
