@@ -48,18 +48,7 @@ def swap(
 
     Raises PolicyError (a RuntimeError) for another answer of the policy, else what the function raises.
     """
-    modules = modules_for(function, args, kwargs)
-    if not modules.records():
-        return function(*args, **kwargs)
-    scope = saving(
-        function,
-        modules=modules,
-        policy=_checked(policy_fn),
-        group_swap=group_swap,
-        cpu_pool=cpu_pool,
-    )
-    with scope:
-        return function(*args, **kwargs)
+    return _Swapped(policy_fn, group_swap, cpu_pool)(function, args, kwargs)
 
 
 def _checked(policy_fn: PolicyFn | None) -> PolicyFn | None:
@@ -85,7 +74,7 @@ def _checked(policy_fn: PolicyFn | None) -> PolicyFn | None:
 
 @dataclass(frozen=True)
 class _Swapped:
-    """What a swap wrapper does in forward."""
+    """How a function is called under `swap`; what a swap wrapper does in forward."""
 
     policy_fn: PolicyFn | None
     group_swap: bool
