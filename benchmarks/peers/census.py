@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from saved_bytes import count_saved, extent, union_bytes
+from saved_bytes import union_bytes
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch_saved_bytes import count_saved, extent_of
 
 from peers.cases import Scenario
 
@@ -96,7 +97,7 @@ class _Reads:
     def unpack(self, packed: _Ticket | torch.Tensor) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
-        packed.record.read[torch._C._current_graph_task_id()].append(extent(packed.tensor))
+        packed.record.read[torch._C._current_graph_task_id()].append(extent_of(packed.tensor))
         return packed.tensor
 
 

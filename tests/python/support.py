@@ -29,6 +29,10 @@ def assert_at_rest(tide: Offload) -> None:
         from torch_support import end_backward
 
         end_backward()
+    else:
+        from mindspore_memory import end_backward
+
+        end_backward(tide)
     tide.synchronize()
     stats = tide.stats()
     held = (stats.entries, stats.device_bytes, stats.host_bytes, stats.disk_bytes, stats.parked)

@@ -57,10 +57,7 @@ class _Record:
         self._held = False
 
     def add(self, tensor: torch.Tensor) -> None:
-        itemsize = tensor.element_size()
-        self._extents.append(
-            extent(tensor.storage_offset(), tensor.shape, tensor.stride(), itemsize)
-        )
+        self._extents.append(extent_of(tensor))
         view = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
         self._views.add((*view, tensor.is_conj(), tensor.is_neg()))
 
@@ -130,6 +127,11 @@ class _Count:
     def finish(self) -> SavedBytes:
         storages = tuple(record.finish() for record in self._records)
         return SavedBytes(storages, self._parameters, self._parameter_casts, self._empty)
+
+
+def extent_of(tensor: torch.Tensor) -> range:
+    """Byte offsets in the storage from the first to the last that the tensor can touch."""
+    return extent(tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.element_size())
 
 
 def _address(tensor: torch.Tensor) -> int:

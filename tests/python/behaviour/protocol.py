@@ -46,6 +46,7 @@ class Network(NamedTuple):
 
 class Backend(Protocol):
     name: str
+    device: str
     tier: str
     # The options under which byte and copy counts are exact.
     exact: dict[str, Any]

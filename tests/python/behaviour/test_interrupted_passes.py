@@ -72,7 +72,7 @@ def test_a_backward_that_raises(backend):
 
 
 def test_forwards_without_a_backward(backend):
-    """Two hundred of them leave nothing: no entry, no byte of the tier, no memory of the process."""
+    """Hundreds of them leave nothing: no entry, no byte of the tier, no memory of the process."""
     leaf, tide = backend.leaf(8, 8), backend.offload()
 
     def program(a):
@@ -80,12 +80,14 @@ def test_forwards_without_a_backward(backend):
             a = backend.save(backend.op("exp", a), [backend.tensor(1 << 16, seed=i)])
         return a
 
-    for step in range(200):
+    # Page-locked slabs and a device's blocks are used for the first time for longer.
+    warm = 50 if backend.device == "cpu" else 300
+    for step in range(warm + 150):
         forward = backend.forward(program, [leaf], tide)
         assert tide.stats().entries > 0
         forward = None
         assert tide.stats().entries == 0
-        if step == 50:
+        if step == warm:
             before = anonymous_bytes()
     assert forward is None
     # One step saves a MiB.

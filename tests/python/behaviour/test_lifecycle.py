@@ -192,10 +192,8 @@ def test_branches_whose_outputs_are_unused(backend):
         used[0] = step
         expected = run(backend, program, [leaf])
         assert_same(backend, run(backend, program, [leaf], tide), expected)
-        assert tide.stats().entries == 0
+        assert_at_rest(tide)
     assert_loaded(tide)
-    expected = None
-    assert_at_rest(tide)
 
 
 def test_part_of_a_node_is_never_asked_for(backend):

@@ -89,6 +89,6 @@ def test_a_recorded_backward_may_be_dropped(backend):
         found = backend.gradients(y, [leaf], record=True)
         assert_same(backend, found, expected)
         y = found = None
-        assert tide.stats().entries == 0
+        assert_at_rest(tide)
     assert_loaded(tide)
     assert_at_rest(tide)

@@ -1,8 +1,7 @@
 """The independent count of `saved_bytes` for MindSpore, whose storages are told apart by holding all of them.
 
 MindSpore cannot say who else holds a storage: what the caller knows to be held is named. Ebbtide sees that only where
-the tensor itself was saved, and not a view of it. It knows a storage again while it holds it, which ends with a group:
-what the next one saves of it is counted anew.
+the tensor itself was saved, and not a view of it.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import mindspore_memory as memory
-from mindspore import Tensor, nn, ops, saved_tensors_hooks
+from mindspore import Tensor, ops, saved_tensors_hooks
 from saved_bytes import SavedBytes, SavedStorage, extent, union_bytes
 
 
@@ -50,9 +49,6 @@ class _Count:
             self._records.append(self._current[key])
         return self._current[key]
 
-    def end_group(self) -> None:
-        self._current.clear()
-
     def finish(self, held: Iterable[Tensor]) -> SavedBytes:
         shapes = {memory.storage_address(tensor): tuple(tensor.shape) for tensor in held}
         storages = tuple(
@@ -74,13 +70,9 @@ def count_saved(
     run: Callable[[], Any],
     weights: Iterable[Tensor],
     held: Iterable[Tensor] = (),
-    groups: Iterable[nn.Cell] = (),
 ) -> SavedBytes:
     """Runs ``run``, a forward with or without its backward, to be counted. ``held``: by the caller."""
     count = _Count(weights)
-    hooks = [cell.register_forward_hook(lambda *_: count.end_group()) for cell in groups]
     with saved_tensors_hooks(count.pack, lambda tensor: tensor):
         run()
-    for hook in hooks:
-        hook.remove()
     return count.finish(held)

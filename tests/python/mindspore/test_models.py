@@ -45,9 +45,7 @@ class Step:
     stats: Stats | None
 
 
-def train(
-    name: str, size: Size, tide: Any = None, *, count: bool = False, grouped: bool = False
-) -> list[Step]:
+def train(name: str, size: Size, tide: Any = None, *, count: bool = False) -> list[Step]:
     """Three steps of momentum. ``count`` also counts what each forward saves; ``tide(model)`` makes the context."""
     model = make_model(name, size)
     weights = model.trainable_params()
@@ -65,13 +63,11 @@ def train(
         differentiate = ms.value_and_grad(forward, None, weights)
         saved = None
         if count:
-            groups = getattr(model, "blocks", []) if grouped else []
             weights_and_buffers = model.get_parameters()
             saved = count_saved(
                 lambda run=differentiate, found=found: found.extend(run()),
                 weights_and_buffers,
                 batch,
-                groups,
             )
         else:
             if tide is not None:
@@ -105,8 +101,8 @@ def plain(name: str, size: Size) -> list[Step]:
 
 
 @cache
-def counted(name: str, size: Size, grouped: bool) -> list[Step]:
-    return train(name, size, count=True, grouped=grouped)
+def counted(name: str, size: Size) -> list[Step]:
+    return train(name, size, count=True)
 
 
 def train_and_compare(name: str, size: Size, **options: Any) -> list[Step]:
@@ -138,7 +134,7 @@ def assert_exact(saved: SavedBytes, stats: Stats) -> None:
 def test_all_that_can_be_freed_moves(name: str, way: dict[str, Any]) -> None:
     size = Size()
     steps = train_and_compare(name, size, **way, **EXACT)
-    for step, expected in zip(steps, counted(name, size, "group_swap" in way), strict=True):
+    for step, expected in zip(steps, counted(name, size), strict=True):
         assert_exact(expected.saved, step.stats)
 
 
@@ -149,7 +145,7 @@ def test_defaults(name: str, group_swap: bool) -> None:
     size = Size()
     for window in ({}, {"min_bytes": 0, "keep_last_bytes": 16 * KIB}):
         steps = train_and_compare(name, size, group_swap=group_swap, **window)
-        for step, expected in zip(steps, counted(name, size, False), strict=True):
+        for step, expected in zip(steps, counted(name, size), strict=True):
             free = sum(storage.wanted_bytes for storage in expected.saved.free)
             assert step.stats.d2h_bytes == step.stats.h2d_bytes
             if window:
@@ -165,5 +161,5 @@ def test_defaults(name: str, group_swap: bool) -> None:
 @models
 def test_larger(name: str, way: dict[str, Any]) -> None:
     steps = train_and_compare(name, LARGE, **way, **EXACT)
-    for step, expected in zip(steps, counted(name, LARGE, "group_swap" in way), strict=True):
+    for step, expected in zip(steps, counted(name, LARGE), strict=True):
         assert_exact(expected.saved, step.stats)
