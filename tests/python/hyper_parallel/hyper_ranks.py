@@ -22,9 +22,10 @@ from ranks import (
     sharded_once,
     train,
 )
-from support import assert_at_rest, assert_same_bits
+from support import assert_at_rest
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch_support import assert_same_bits
 from training import make_input, make_model
 
 import ebbtide.hyper_parallel as hp

@@ -19,7 +19,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parent / "torch")]
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from ranks import TIMEOUT  # noqa: E402
-from support import assert_at_rest, assert_same_bits  # noqa: E402
+from support import assert_at_rest  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.pipelining import (  # noqa: E402
     PipelineStage,
@@ -27,6 +27,7 @@ from torch.distributed.pipelining import (  # noqa: E402
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
 )
+from torch_support import assert_same_bits  # noqa: E402
 from training import WIDTH, make_input, make_model  # noqa: E402
 
 import ebbtide.hyper_parallel as hp  # noqa: E402

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from harness import Hyper
-from support import DEVICE, assert_same_bits
+from support import DEVICE
 from torch_layers import assert_equal_and_moved, blocks, chained, expected, train
+from torch_support import assert_same_bits
 from training import gradients, make_input
 
 import ebbtide.hyper_parallel as hp

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from harness import Hyper
-from support import assert_same_bits
 from torch_layers import blocks, wrapped
+from torch_support import assert_same_bits
 from training import gradients, make_input
 
 import ebbtide.hyper_parallel as hp

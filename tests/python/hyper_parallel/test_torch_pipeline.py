@@ -19,9 +19,10 @@ from pipeline import (
     run,
     with_swaps,
 )
-from saved_bytes import count_saved
-from support import DEVICE, assert_same_bits
+from support import DEVICE
 from torch import nn
+from torch_saved_bytes import count_saved
+from torch_support import assert_same_bits
 from training import make_input, make_model
 
 import ebbtide.hyper_parallel as hp

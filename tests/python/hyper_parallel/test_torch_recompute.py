@@ -15,8 +15,9 @@ import pytest
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from harness import Hyper
-from support import DEVICE, assert_same_bits
+from support import DEVICE
 from torch import nn
+from torch_support import assert_same_bits
 from training import WIDTH, make_input, make_model, step
 
 import ebbtide.hyper_parallel as hp

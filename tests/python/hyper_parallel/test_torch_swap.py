@@ -12,9 +12,10 @@ import weakref
 import pytest
 import torch
 from harness import Hyper
-from support import DEVICE, assert_same_bits
+from support import DEVICE
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch_layers import assert_equal_and_moved, blocks, expected, train
+from torch_support import assert_same_bits
 from training import make_input
 
 import ebbtide.hyper_parallel as hp

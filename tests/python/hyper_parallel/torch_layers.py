@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from harness import Hyper
-from support import DEVICE, assert_same_bits
+from support import DEVICE
 from torch import nn
+from torch_support import assert_same_bits
 from training import gradients, make_input, make_model
 
 import ebbtide.hyper_parallel as hp

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from model_training import STEPS, Training, plain
-from support import DEVICE, assert_at_rest, assert_same_bits
+from support import DEVICE, assert_at_rest
 from torch import nn
+from torch_support import assert_same_bits
 from zoo import Size
 
 import ebbtide.hyper_parallel as hp

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint as torch_checkpoint
-from support import DEVICE, assert_at_rest, assert_loaded, assert_same_bits
+from support import DEVICE, assert_at_rest, assert_loaded
 from torch.utils.checkpoint import checkpoint
+from torch_support import assert_same_bits
 from training import WIDTH, gradients, make_input, make_model, offload, raised_text, step
 
 from ebbtide import CheckpointPolicy, UsageError
