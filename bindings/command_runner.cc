@@ -22,8 +22,8 @@ constexpr ProbeAnswer kUnknown{.holders = 1, .same = false};
 // Names of attributes of ebbtide.saved.StorageEntry.
 struct Names {
   static nb::object make(const char* name) { return nb::steal(PyUnicode_InternFromString(name)); }
-  nb::object leases = make("leases"), ref = make("ref"), witnesses = make("witnesses"),
-             restored = make("restored"), restored_weak = make("restored_weak"), load_started = make("load_started");
+  nb::object leases = make("leases"), ref = make("ref"), witnesses = make("witnesses"), restored = make("restored"),
+             restored_weak = make("restored_weak"), load_started = make("load_started");
 };
 
 const Names& names() {
@@ -237,7 +237,8 @@ void CommandRunner::complete(const Completion& done) {
   const bool ok = done.error.is_none();
   finally(
       [&] {
-        if (!ok) self().attr("note_error")(value(done.copy), static_cast<int>(done.hop), numbers(done.storages), done.error);
+        if (!ok)
+          self().attr("note_error")(value(done.copy), static_cast<int>(done.hop), numbers(done.storages), done.error);
         if (done.hop != Hop::kOffload) return;
         for (const StorageId storage : done.storages) {
           const nb::object entry = find(storage);
@@ -341,8 +342,8 @@ void CommandRunner::allocate_ahead(const Command& command) {
   nb::object memory;
   try {
     const nb::object ref = get(entry, names().ref);
-    memory = allocate(command.storage, command.copy, nb::cast<std::int64_t>(item(ref, 0)), command.nbytes, command.residue,
-                      command.stream);
+    memory = allocate(command.storage, command.copy, nb::cast<std::int64_t>(item(ref, 0)), command.nbytes,
+                      command.residue, command.stream);
   } catch (nb::python_error& error) {
     // Nobody has asked for it yet: a failure only cancels it.
     if (!error.matches(PyExc_MemoryError)) throw;
@@ -405,7 +406,8 @@ void bind_command_runner(nb::module_& m) {
   nb::class_<CommandRunner>(m, "CommandRunner", nb::is_weak_referenceable())
       .def(nb::init<const nb::object&, const nb::object&, nb::dict, nb::dict, const nb::object&>(), nb::arg("engine"),
            nb::arg("framework"), nb::arg("entries"), nb::arg("elsewhere"), nb::arg("copies").none(),
-           nb::sig("def __init__(self, engine: Engine, framework: object, entries: dict, elsewhere: dict, "
+           nb::sig("def __init__(self, engine: Engine, framework: object, entries: dict[int, object], elsewhere: "
+                   "dict[int, object], "
                    "copies: StreamCopies | None) -> None"))
       .def("run", &CommandRunner::run, nb::arg("commands"))
       .def("carry_out", &CommandRunner::carry_out, nb::arg("command"))

@@ -17,8 +17,8 @@ namespace ebbtide::bindings {
 // ebbtide.transfers.Transfers.
 //
 // `entries` are the StorageEntry objects by storage. `elsewhere` says which kinds of commands Python carries out, by
-// whom: called with the object and the command. `copies` are None for memory whose work is synchronous; such copies, and
-// those between host memory and files, are what the method `copy_by_threads` is for.
+// whom: called with the object and the command. `copies` are None for memory whose work is synchronous; such copies,
+// and those between host memory and files, are what the method `copy_by_threads` is for.
 //
 // Any thread may call, with the GIL; every call into Python may let other threads in. Nothing here decides.
 class CommandRunner {
@@ -44,8 +44,8 @@ class CommandRunner {
   void expect_nothing() { expected_.clear(); }
   [[nodiscard]] bool expects(CopyId copy) const { return expected_.contains(copy); }
 
-  // (outcome, load, whether another thread allocates, bytes, residue, stream, commands): see RestoreVerdict. For what is
-  // there the commands were run, and are None.
+  // (outcome, load, whether another thread allocates, bytes, residue, stream, commands): see RestoreVerdict. For what
+  // is there the commands were run, and are None.
   [[nodiscard]] nanobind::object restore(TicketId ticket, PassId pass, bool live, bool shared, StreamRef stream);
   // Memory for a load that the engine has begun; tells the engine where there is none.
   [[nodiscard]] nanobind::object allocate(StorageId storage, CopyId load, std::int64_t device, std::uint64_t nbytes,

@@ -234,9 +234,10 @@ void bind_engine(nb::module_& m) {
           nb::arg("engine"), nb::arg("on_drop"), nb::sig("def __init__(self, engine: Engine, on_drop: object) -> None"))
       .def("save", &Tickets::save, nb::arg("storage"), nb::arg("view"), nb::arg("version"), nb::arg("epoch"),
            nb::arg("label"), nb::arg("stream"), nb::arg("forced"), nb::arg("spoiled"),
-           nb::sig("def save(self, storage: tuple[int, int, int, int], view: tuple[Any, ...], version: int, epoch: int, "
-                   "label: int, stream: int, forced: bool, spoiled: bool) "
-                   "-> tuple[TicketHold | None, KeepReason, int, int, bool, bool, Commands | None]"))
+           nb::sig(
+               "def save(self, storage: tuple[int, int, int, int], view: tuple[object, ...], version: int, epoch: int, "
+               "label: int, stream: int, forced: bool, spoiled: bool) "
+               "-> tuple[TicketHold | None, KeepReason, int, int, bool, bool, Commands | None]"))
       .def(
           "run_dropped", [](Tickets& tickets, CommandRunner& runner) { runner.run_dropped(*tickets.dropped); },
           nb::arg("runner"))

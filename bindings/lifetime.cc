@@ -85,7 +85,7 @@ void bind_lifetime(nb::module_& m) {
   nb::class_<AtEnd>(m, "AtEnd").def(nb::init<nb::object>(), nb::arg("callback")).def("__call__", &AtEnd::call);
   nb::class_<Owned>(m, "Owned")
       .def(nb::init<nb::object, nb::object>(), nb::arg("value"), nb::arg("free"))
-      .def_prop_ro("value", &Owned::value, nb::sig("def value(self, /) -> Any"));
+      .def_prop_ro("value", &Owned::value, nb::sig("def value(self, /) -> object"));
   m.def("stop_destructors", [] { is_usable.store(false); });
   m.def(
       "keep_forever", [](nb::handle object) { object.inc_ref(); }, nb::arg("object").none());

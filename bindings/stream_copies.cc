@@ -84,8 +84,7 @@ void StreamCopies::submit(const Command& command, const DeviceStorages& storages
   if (queue.size() >= most_queued_) wait(queue[queue.size() - most_queued_].copy);
   const nb::list before = events_before(command);
   try {
-    const nb::object done =
-        issue_(value(stream), before, spans(command, storages, device, stream), take_event(stream));
+    const nb::object done = issue_(value(stream), before, spans(command, storages, device, stream), take_event(stream));
     started_.insert_or_assign(command.copy, Recorded{done, stream});
     queue.push_back({command.copy, command.hop, command.storages, done});
   } catch (...) {
@@ -286,7 +285,8 @@ void bind_stream_copies(nb::module_& m) {
           "stream_of",
           [](const StreamCopies& copies, std::uint64_t copy) { return value(copies.stream_of(CopyId{copy})); },
           nb::arg("copy"))
-      .def("wait", [](StreamCopies& copies, std::uint64_t copy) { copies.wait(CopyId{copy}); }, nb::arg("copy"))
+      .def(
+          "wait", [](StreamCopies& copies, std::uint64_t copy) { copies.wait(CopyId{copy}); }, nb::arg("copy"))
       .def("drain", &StreamCopies::drain)
       .def_prop_ro("ready", &StreamCopies::ready)
       .def("all_running", [](const StreamCopies& copies) { return numbers(copies.all_running()); });

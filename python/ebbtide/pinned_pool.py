@@ -16,7 +16,9 @@ class PinnedPool:
         self.space = _core.HostPool.of_added_slabs()
         self._streams = streams
         self._slabs: dict[int, Bytes] = {}
-        self.slices: dict[int, dict[tuple[int, int], Bytes]] = {}  # made so far, by slab, offset and bytes
+        self.slices: dict[
+            int, dict[tuple[int, int], Bytes]
+        ] = {}  # made so far, by slab, offset and bytes
 
     def grow(self, nbytes: int, limit: int) -> bool:
         """Adds a slab; False where the system has no page-locked memory for it."""

@@ -165,6 +165,7 @@ class Session:
             if stream != 0 and stream not in entry.streams:
                 # Autograd has a tensor saved before the operation that reads it is issued, and without Ebbtide would keep
                 # the memory from others until backward.
+                assert framework.streams is not None
                 framework.streams.record_stream_of(tensor, stream)
                 entry.streams += (stream,)
             if lease:
@@ -265,6 +266,7 @@ class Session:
             )
             if outcome == _LIVE:
                 if stream != 0 and stream not in entry.streams:
+                    assert framework.streams is not None
                     framework.streams.record_stream(live, stream)
                     entry.streams += (stream,)
                 return live

@@ -46,9 +46,7 @@ class Transfers(_core.CommandRunner):
         self.entries: dict[int, StorageEntry] = {}
         self._stream_copies: _core.StreamCopies | None = None
         if self._streams is not None:
-            self._stream_copies = _core.StreamCopies(
-                self._streams, self.tiers.pinned, _MAX_QUEUED
-            )
+            self._stream_copies = _core.StreamCopies(self._streams, self.tiers.pinned, _MAX_QUEUED)
         super().__init__(self.engine, framework, self.entries, _COMMANDS, self._stream_copies)
         self._executor = process.executor()
         self.tickets = _core.Tickets(self.engine, weakref.ref(self))
