@@ -141,7 +141,11 @@ class TorchStreams:
 
     @unobserved
     def record_stream_of(self, tensor: torch.Tensor, stream: int) -> None:
-        tensor.record_stream(self._stream(stream))
+        if tensor.is_conj() or tensor.is_neg():
+            # Torch would carry the bits out first, and tell the allocator of the tensor that it makes for that.
+            self.record_stream(tensor.untyped_storage(), stream)
+        else:
+            tensor.record_stream(self._stream(stream))
 
     def unified(self) -> bool:
         properties = getattr(getattr(torch, self._device_type, None), "get_device_properties", None)
