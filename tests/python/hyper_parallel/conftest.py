@@ -66,7 +66,7 @@ def on_the_device(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     import torch
-    from support import load_test_device
+    from torch_support import load_test_device
 
     load_test_device()
     with torch.device("tide"):
