@@ -406,8 +406,7 @@ void bind_command_runner(nb::module_& m) {
   nb::class_<CommandRunner>(m, "CommandRunner", nb::is_weak_referenceable())
       .def(nb::init<const nb::object&, const nb::object&, nb::dict, nb::dict, const nb::object&>(), nb::arg("engine"),
            nb::arg("framework"), nb::arg("entries"), nb::arg("elsewhere"), nb::arg("copies").none(),
-           nb::sig("def __init__(self, engine: Engine, framework: object, entries: dict[int, object], elsewhere: "
-                   "dict[int, object], "
+           nb::sig("def __init__(self, engine: Engine, framework: object, entries: object, elsewhere: object, "
                    "copies: StreamCopies | None) -> None"))
       .def("run", &CommandRunner::run, nb::arg("commands"))
       .def("carry_out", &CommandRunner::carry_out, nb::arg("command"))
