@@ -157,6 +157,8 @@ class EngineSchedule(Schedule):
             version,
             self._epoch,
             self._groups[-1] if self._groups else 0,
+            0,  # no run
+            False,
             _COMPUTE,
             False,
             False,
