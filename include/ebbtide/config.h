@@ -24,11 +24,13 @@ struct EngineConfig {
   std::uint64_t keep_last_storages_bytes = std::uint64_t{32} << 20;
   // Bound on bytes that are loading, or loaded and not asked for, because of a guess. A larger storage is loaded alone.
   std::uint64_t prefetch_bytes = 0;
-  // For storages of a group, in place of that: the rest of the group asked for, so many groups before it, and more
-  // while no more is held than was at the peak.
+  // In place of that, for storages of a group: the rest of the group asked for, so many groups before it, and more
+  // while no more is held than was at the peak. For others: what keeps all that is held below the peak, or below
+  // prefetch_bytes; one guess in any case.
   std::optional<std::uint64_t> prefetch_groups = {};
-  // Bound on bytes of storages held only because their copy is running: beyond it the oldest copy is waited for. 0 with
-  // streams: nothing is held and nothing waited for, memory goes back in stream order, and its reuse waits instead.
+  // Bound on bytes of storages held only because their copy is running, or was when the backward began that is about
+  // to ask for them: beyond it the latter go, then the oldest copy is waited for. 0 with streams: nothing is held and
+  // nothing waited for, memory goes back in stream order, and its reuse waits instead.
   std::uint64_t in_flight_bytes = 0;
   // Bounds on what the tier and the file behind it may reserve.
   std::uint64_t max_tier_bytes = std::numeric_limits<std::uint64_t>::max();

@@ -275,8 +275,9 @@ class Engine {
   [[nodiscard]] bool may_guess(DeviceId device, std::uint64_t nbytes);
   [[nodiscard]] static bool left_over(const Entry& entry);
   void release_left_over(Commands& commands);
-  [[nodiscard]] bool retains(const Entry& entry) const;
-  void retain(Entry& entry);
+  [[nodiscard]] bool awaited(const Entry& entry) const;
+  [[nodiscard]] bool retain(Entry& entry);
+  void let_go_of_retained(Entry& entry, Commands& commands);
   void release_retained(std::uint64_t least_bytes, Commands& commands);
   void no_longer_guess(Entry& entry);
   void release_restored(Entry& entry, Commands& commands);

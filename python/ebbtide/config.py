@@ -88,14 +88,16 @@ class OffloadConfig:
     prefetch_bytes: Size | None = None
     """Bound on bytes loading, or loaded and not yet asked for, whatever the groups.
 
-    Default: ``prefetch_groups``; outside groups 256 MiB, CPU tensors 64 MiB."""
+    Default: ``prefetch_groups``; outside groups what keeps below 256 MiB on the device, or below
+    what forward held there at its peak; CPU tensors 64 MiB."""
     prefetch_groups: int | None = None
     """With a group, so many groups before it are loaded; not together with ``prefetch_bytes``.
 
-    0: only the rest of the group that is asked for. Default: 1 on accelerators, unless
+    More are, while no more is held on the device than forward held at its peak. 0: only the rest of the group that is asked for. Default: 1 on accelerators, unless
     ``prefetch_bytes`` is given."""
     in_flight_bytes: Size | None = None
-    """Bound on bytes of storages held only because their copy is running.
+    """Bound on bytes of storages held only because their copy is running, or was when the backward
+    began that is about to ask for them.
 
     Default: 1 GiB or a tenth of the device's memory, whichever is less; CPU tensors 64 MiB."""
     max_host_bytes: Size | None = None
@@ -239,7 +241,7 @@ class Resolved:
     keep_last_groups: int | None
     """None: bytes alone decide."""
     prefetch_bytes: int
-    """With ``prefetch_groups``: only outside groups."""
+    """With ``prefetch_groups``: only outside groups, where more may be loaded, up to forward's peak."""
     prefetch_groups: int | None
     """None: bytes alone decide."""
     in_flight_bytes: int

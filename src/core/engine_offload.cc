@@ -314,9 +314,7 @@ bool Engine::finish_offload(Entry& entry, const Moved& moved, ParcelId parcel, b
     count_offloaded(moved);
     if (!entry.missing().empty()) {
       due_.push_back(entry.id);
-    } else if (!entry.dying && !held_by_others(entry, answer) && retains(entry)) {
-      retain(entry);
-    } else {
+    } else if (entry.dying || held_by_others(entry, answer) || !retain(entry)) {
       (held_by_others(entry, answer) ? stats_.unfreed_bytes : stats_.freed_bytes) += entry.source.nbytes;
       release_lease(entry, commands);
     }

@@ -142,9 +142,8 @@ void Engine::order_after_load(Entry& entry, StreamRef stream, Commands& commands
   commands.push_back({.kind = CommandKind::kRecordStream, .storage = entry.id, .copy = entry.load, .stream = stream});
 }
 
-// Whether a backward is about to ask for the storage: it stays on the device, where room for copies is left.
-bool Engine::retains(const Entry& entry) const {
-  if (in_flight_bytes_ + entry.source.nbytes > config_.in_flight_bytes) return false;
+// Whether a backward has begun that is about to ask for the storage.
+bool Engine::awaited(const Entry& entry) const {
   for (auto it = backwards_.lower_bound({entry.epoch, PassId{}}); it != backwards_.end(); ++it) {
     const auto& [epoch, pass] = it->first;
     if (epoch != entry.epoch) break;
@@ -153,7 +152,9 @@ bool Engine::retains(const Entry& entry) const {
   return false;
 }
 
-void Engine::retain(Entry& entry) {
+// Where room for copies is left; returns whether it is.
+bool Engine::retain(Entry& entry) {
+  if (in_flight_bytes_ + entry.source.nbytes > config_.in_flight_bytes || !awaited(entry)) return false;
   const auto retained = [this](StorageId id) {
     const Entry* found = registry_.find(id);
     return found != nullptr && found->lease == Lease::kRetained;
@@ -161,6 +162,12 @@ void Engine::retain(Entry& entry) {
   while (!retained_.empty() && !retained(retained_.front())) retained_.pop_front();
   set_lease(entry, Lease::kRetained);
   retained_.push_back(entry.id);
+  return true;
+}
+
+void Engine::let_go_of_retained(Entry& entry, Commands& commands) {
+  stats_.freed_bytes += entry.source.nbytes;
+  release_lease(entry, commands);
 }
 
 // Lets go of retained storages, of those needed last first.
@@ -169,8 +176,7 @@ void Engine::release_retained(std::uint64_t least_bytes, Commands& commands) {
     Entry* entry = registry_.find(retained_.front());
     if (entry == nullptr || entry->lease != Lease::kRetained) continue;
     released += entry->source.nbytes;
-    stats_.freed_bytes += entry->source.nbytes;
-    release_lease(*entry, commands);
+    let_go_of_retained(*entry, commands);
   }
 }
 
@@ -194,16 +200,18 @@ void Engine::prefetch(const Entry& after, PassId pass, Commands& commands) {
         if (wants_load(entry, pass)) {
           // In order of need: what does not fit is not overtaken by an older one.
           const std::uint64_t nbytes = entry.valid.span().end;
-          const std::uint64_t most = by_groups ? peak_held_bytes_ : std::max(peak_held_bytes_, config_.prefetch_bytes);
-          const bool fits = held_bytes() + in_use + ahead + nbytes <= most;
-          if (by_groups) {
-            const bool near = entry.group_in_epoch + *config_.prefetch_groups >= after.group_in_epoch;
-            if (!near && !fits) return false;
-          } else if (config_.prefetch_groups) {
-            if (!fits && guessed_bytes_[device] > 0) return false;
-          } else if (!may_guess(device, nbytes)) {
+          const auto may = [&] {
+            if (!config_.prefetch_groups) return may_guess(device, nbytes);
+            const bool near = by_groups ? entry.group_in_epoch + *config_.prefetch_groups >= after.group_in_epoch
+                                        : guessed_bytes_[device] == 0 && config_.prefetch_bytes > 0;
+            const std::uint64_t most =
+                by_groups ? peak_held_bytes_ : std::max(peak_held_bytes_, config_.prefetch_bytes);
+            return near || held_bytes() + in_use + ahead + nbytes <= most;
+          };
+          if (!may()) {
+            if (by_groups) return false;
             release_left_over(commands);
-            if (!may_guess(device, nbytes)) return false;
+            if (!may()) return false;
           }
           ahead += nbytes;
           begin_claims(entry, pass);
@@ -287,7 +295,7 @@ Commands Engine::end_pass(PassId pass) {
   given_out_.clear();
   std::erase_if(backwards_, [pass](const auto& item) { return item.first.second == pass; });
   registry_.for_each([&](Entry& entry) {
-    if (entry.lease == Lease::kRetained && !retains(entry)) release_lease(entry, commands);
+    if (entry.lease == Lease::kRetained && !awaited(entry)) let_go_of_retained(entry, commands);
     if (entry.pass != pass) return;
     entry.pass = PassId{};
     entry.unserved = 0;

@@ -1,6 +1,7 @@
 // What is loaded ahead of being asked for, and when it is let go.
 #include <gtest/gtest.h>
 
+#include <optional>
 #include <vector>
 
 #include "engine_test_support.h"
@@ -103,6 +104,26 @@ TEST(EnginePrefetch, TheEndOfThePassLetsGoOfWhatWasKeptForTicketsThatItDidNotAsk
   EXPECT_EQ(driver.device.used_bytes(), 0u);
   for (const Saved& one : views) driver.drop(one);
   driver.expect_at_rest();
+}
+
+TEST(EnginePrefetch, GuessesOfAPassThatIsOverMakeRoomForThoseOfAnotherForward) {
+  for (const std::optional<std::uint64_t> groups : {std::optional<std::uint64_t>{1}, std::optional<std::uint64_t>{}}) {
+    Driver driver({.config = {.prefetch_bytes = 192, .prefetch_groups = groups}});
+    std::vector<Saved> saved = offloaded_storages(driver, 4);
+    for (int i = 0; i < 4; ++i) saved.push_back(offloaded(driver, {bytes_view(0, 64)}, EpochId{2}).front());
+    EXPECT_NE(driver.unpack(saved[7], kPass), nullptr);
+    driver.end_pass(kPass);
+    EXPECT_GE(driver.device.used_bytes(), 128u) << "guesses of the second forward";
+    EXPECT_NE(driver.unpack(saved[3], kNextPass), nullptr);
+    const std::uint64_t h2d_bytes = driver.engine.stats().h2d_bytes;
+    EXPECT_NE(driver.unpack(saved[2], kNextPass), nullptr);
+    EXPECT_NE(driver.unpack(saved[1], kNextPass), nullptr);
+    EXPECT_EQ(driver.engine.stats().prefetch_misses, 2u);
+    EXPECT_LE(driver.engine.stats().h2d_bytes - h2d_bytes, 64u) << "they were there";
+    driver.end_pass(kNextPass);
+    for (const Saved& one : saved) driver.drop(one);
+    driver.expect_at_rest();
+  }
 }
 
 TEST(EnginePrefetch, GuessesOfAPassThatIsOverMakeRoomForThoseOfAnother) {
