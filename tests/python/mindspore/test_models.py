@@ -147,7 +147,8 @@ def test_defaults(name: str, group_swap: bool) -> None:
         steps = train_and_compare(name, size, group_swap=group_swap, **window)
         for step, expected in zip(steps, counted(name, size), strict=True):
             free = sum(storage.wanted_bytes for storage in expected.saved.free)
-            assert step.stats.d2h_bytes == step.stats.h2d_bytes
+            # What was on its way out when backward began stayed for it.
+            assert 0 < step.stats.h2d_bytes <= step.stats.d2h_bytes
             if window:
                 # The newest stays, however large.
                 most = max(storage.nbytes for storage in expected.saved.storages)
