@@ -211,11 +211,8 @@ def test_of_a_layer_only_what_is_named_leaves(hyper: Hyper) -> None:
     assert_at_rest(hyper)
 
 
-@pytest.mark.skip(
-    reason="MindSpore keeps the last two storages saved; inputs of this few layers are live hits, so nothing moves"
-)
 def test_inputs_of_recomputed_layers(hyper: Hyper) -> None:
-    model, other = plain(3), plain(3)
+    model, other = plain(6), plain(6)
 
     def loss(model: nn.Cell, **options: Any) -> Any:
         def call(x: Tensor) -> Tensor:

@@ -55,9 +55,6 @@ def check(blocks: nn.CellList, call: Call) -> None:
             assert np.array_equal(found, wanted)
 
 
-@pytest.mark.skip(
-    reason="MindSpore keeps the last two storages saved; inputs of this few layers are live hits, so nothing moves"
-)
 @pytest.mark.parametrize("way", ["direct", "listed"])
 def test_inputs_leave(hyper: Hyper, blocks: nn.CellList, way: str) -> None:
     def call(block: nn.Cell, x: Tensor) -> Tensor:
@@ -68,7 +65,8 @@ def test_inputs_leave(hyper: Hyper, blocks: nn.CellList, way: str) -> None:
     check(blocks, call)
     stats = hp.stats()
     assert stats.storages == 2 * DEPTH
-    assert stats.d2h_bytes == stats.h2d_bytes == 2 * (DEPTH - 1) * HIDDEN_BYTES
+    # The last input is its caller's; the two before it are still known when backward begins.
+    assert stats.d2h_bytes == stats.h2d_bytes == 2 * (DEPTH - 3) * HIDDEN_BYTES
     assert stats.entries == 0
 
 
