@@ -93,8 +93,8 @@ class OffloadConfig:
     prefetch_groups: int | None = None
     """With a group, so many groups before it are loaded; not together with ``prefetch_bytes``.
 
-    More are, while no more is held on the device than forward held at its peak. 0: only the rest of the group that is asked for. Default: 1 on accelerators, unless
-    ``prefetch_bytes`` is given."""
+    More are, while no more is held on the device than forward held at its peak. 0: only the rest of
+    the group that is asked for. Default: 1 on accelerators, unless ``prefetch_bytes`` is given."""
     in_flight_bytes: Size | None = None
     """Bound on bytes of storages held only because their copy is running, or was when the backward
     began that is about to ask for them.
@@ -154,6 +154,25 @@ class OffloadConfig:
             if given[name] is None and variable and (text := os.environ.get(variable, "").strip()):
                 given[name], places[name] = text, variable
         return cls(**_checked(given, places))
+
+    @classmethod
+    def from_arguments(cls, config: object, options: Mapping[str, object]) -> OffloadConfig:
+        """What ``offload(config=..., **options)`` was called with: one or the other.
+
+        Raises:
+            UsageError: both, or ``config`` is something else; and as ``from_options``.
+        """
+        if config is None:
+            return cls.from_options(**options)
+        if options:
+            raise UsageError(
+                f"[offload] config= and {', '.join(sorted(options))}= given: put all of them into the config"
+            )
+        if not isinstance(config, cls):
+            raise UsageError(
+                f"[offload] config is a {type(config).__name__}: pass an ebbtide.OffloadConfig, or options by name"
+            )
+        return config
 
     def resolve(self, device_type: str, accelerator: bool, total_device_bytes: int = 0) -> Resolved:
         """What is used on this machine, with every default filled in.

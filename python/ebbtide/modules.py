@@ -33,6 +33,46 @@ class CheckpointExcludeWrapper:
 Wrapper = SwapWrapper | CheckpointWrapper | CheckpointExcludeWrapper
 
 
+class HiddenWrapper:
+    """A wrapper, in front of the framework's module class: answers to the names of the module that it wraps."""
+
+    # Where the class keeps modules by name, the wrapped one's name among them, and all that a module owns by name.
+    _modules_dict: str
+    _wrapped_name: str
+    _owned_dicts: tuple[str, ...]
+
+    _function: Callable[..., Any]  # what is wrapped where it is no module
+
+    def _inner(self) -> Module | None:
+        return self.__dict__.get(self._modules_dict, {}).get(self._wrapped_name)
+
+    @property
+    def wrapped(self) -> Callable[..., Any]:
+        inner: Any = self._inner()
+        return self._function if inner is None else inner
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)  # type: ignore[misc]
+        except AttributeError:
+            inner = self._inner()
+            if inner is None:
+                raise
+            return getattr(inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A weight that is tied or replaced by its name is the inner module's.
+        inner = self._inner()
+        if inner is not None and any(name in getattr(inner, owned) for owned in self._owned_dicts):
+            setattr(inner, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __getitem__(self, index: Any) -> Any:
+        inner: Any = self.wrapped
+        return inner[index]
+
+
 class Modules(Protocol):
     """Modules of one framework. Any thread may call; nothing here blocks."""
 

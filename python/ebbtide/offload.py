@@ -19,6 +19,12 @@ from ebbtide.session import Session
 from ebbtide.sizes import SHOWN
 
 
+def frees_nothing(framework: Framework, resolved: Resolved) -> bool:
+    """Whether offload would only move bytes within the memory that device and host share."""
+    streams = framework.streams
+    return resolved.tier == "host" and streams is not None and streams.unified()
+
+
 def totals(session: Session) -> Stats:
     transfers = session.transfers
     tiers = transfers.tiers
@@ -168,11 +174,7 @@ class Offload:
         self._session = Session(framework, resolved)
         self._entered = _Entered()
         self._blocks = _Blocks(framework, model, self._begin_block, self._end_block)
-        self._idle = (
-            resolved.tier == "host"
-            and framework.streams is not None
-            and framework.streams.unified()
-        )
+        self._idle = frees_nothing(framework, resolved)
         if self._idle:
             warnings.warn(
                 f"[offload] the memory of {framework.device_type} is the host's own: to='host' would free nothing, so "

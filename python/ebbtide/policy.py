@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import enum
-import reprlib
 from typing import Any
 
 from ebbtide.errors import UsageError
+from ebbtide.sizes import SHOWN
 
-__all__ = ["CheckpointPolicy", "OpPlan", "plan_of", "wants_offload"]
+__all__ = ["CheckpointPolicy", "OpPlan", "plan_of", "shown_answer", "wants_offload"]
 
 
 class CheckpointPolicy(enum.Enum):
@@ -35,9 +35,6 @@ _OFFLOADED = frozenset({"MUST_SWAP", "MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD"})
 _KEPT = frozenset({"MUST_SAVE", "PREFER_SAVE"})
 _RECOMPUTED = frozenset({"MUST_RECOMPUTE", "PREFER_RECOMPUTE"})
 
-_SHOWN = reprlib.Repr()
-_SHOWN.maxstring = _SHOWN.maxother = 80
-
 
 def wants_offload(answer: object) -> bool:
     """Whether ``answer``, returned by a user's ``policy(tensor)``, asks for offload.
@@ -53,7 +50,7 @@ def wants_offload(answer: object) -> bool:
     if name in _KEPT:
         return False
     raise UsageError(
-        f"[OffloadConfig.policy] the policy answered {_shown(answer)} for a tensor: return "
+        f"[OffloadConfig.policy] the policy answered {shown_answer(answer)} for a tensor: return "
         "CheckpointPolicy.MUST_SWAP to offload it, or MUST_SAVE or PREFER_SAVE to keep it"
     )
 
@@ -86,14 +83,15 @@ def plan_of(answer: object, op: Any) -> OpPlan:
     if name in _OFFLOADED:
         return OpPlan.SWAP
     raise UsageError(
-        f"[policy_fn] the policy answered {_shown(answer)} for {op}: return a member of CheckpointPolicy, or a bool: "
+        f"[policy_fn] the policy answered {shown_answer(answer)} for {op}: return a member of CheckpointPolicy, or a bool: "
         "True saves the operation's result, False recomputes it"
     )
 
 
-def _shown(answer: object) -> str:
+def shown_answer(answer: object) -> str:
+    """An answer of a policy, for texts of errors."""
     return (
         f"{type(answer).__name__}.{answer.name}"
         if isinstance(answer, enum.Enum)
-        else _SHOWN.repr(answer)
+        else SHOWN.repr(answer)
     )

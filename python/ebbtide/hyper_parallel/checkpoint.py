@@ -11,10 +11,9 @@ from typing import Any
 from ebbtide.errors import UsageError
 from ebbtide.hyper_parallel.pool import PinnedMemoryPool
 from ebbtide.hyper_parallel.regions import Region
-from ebbtide.hyper_parallel.runtime import Scope, modules_for, saving
+from ebbtide.hyper_parallel.runtime import Scope, modules_for, modules_to_wrap, saving
 from ebbtide.hyper_parallel.swap import warn_if_nested
 from ebbtide.modules import CheckpointWrapper, Module, Modules
-from ebbtide.sizes import SHOWN
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 ContextFn = Callable[[], Contexts]
@@ -200,10 +199,6 @@ def checkpoint_wrapper(module: Callable[..., Any], **checkpoint_kwargs: Any) -> 
 
     Names of parameters, buffers and state are those of the module.
     """
-    if not callable(module):
-        raise UsageError(
-            f"[checkpoint_wrapper] {SHOWN.repr(module)} cannot be called: pass a module or a function"
-        )
-    modules = modules_for(module)
+    modules = modules_to_wrap("checkpoint_wrapper", module)
     warn_if_nested("checkpoint_wrapper", modules, module)
     return modules.wrapper(CheckpointWrapper, module, _Checkpointed(checkpoint_kwargs))

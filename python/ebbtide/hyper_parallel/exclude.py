@@ -6,18 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ebbtide.errors import UsageError
 from ebbtide.framework import Tensor
 from ebbtide.hyper_parallel.regions import (
     Nested,
     outside_of_regions,
     running_regions,
 )
-from ebbtide.hyper_parallel.runtime import modules_for, session_for
+from ebbtide.hyper_parallel.runtime import modules_for, modules_to_wrap, session_for
 from ebbtide.modules import CheckpointExcludeWrapper, Module, Modules
 from ebbtide.saved import Kept
 from ebbtide.session import Session
-from ebbtide.sizes import SHOWN
 
 
 def checkpoint_exclude_wrapper(module: Callable[..., Any], *, save_output: bool = True) -> Module:
@@ -31,11 +29,7 @@ def checkpoint_exclude_wrapper(module: Callable[..., Any], *, save_output: bool 
     In backward a RuntimeError is raised where the saved output was written to in place. Regions of the framework's own
     checkpoint know nothing of it and recompute the module.
     """
-    if not callable(module):
-        raise UsageError(
-            f"[checkpoint_exclude_wrapper] {SHOWN.repr(module)} cannot be called: pass a module or a function"
-        )
-    modules = modules_for(module)
+    modules = modules_to_wrap("checkpoint_exclude_wrapper", module)
     return modules.wrapper(CheckpointExcludeWrapper, module, _Excluded(bool(save_output)))
 
 

@@ -11,7 +11,7 @@ import enum
 import itertools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from ebbtide import process
@@ -49,10 +49,12 @@ class GroupRun:
             found = self._numbers.setdefault(session, session.runs.open(self.group.name))
         return found
 
-    def request(self, tensor: Tensor) -> None:
-        """In every session so far, the tensor's storage leaves with the run."""
-        for session, (run, _) in list(self._numbers.items()):
-            session.runs.request(run, tensor)
+    def request(self, tensors: Iterable[Tensor], session: Session) -> None:
+        """In this session and every one so far, the tensors' storages leave with the run."""
+        self.number(session)
+        for tensor in tensors:
+            for each, (run, _) in list(self._numbers.items()):
+                each.runs.request(run, tensor)
 
     def launch_offload(self) -> None:
         self._all(lambda session, run: session.runs.offload(run))

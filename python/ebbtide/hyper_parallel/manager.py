@@ -106,9 +106,7 @@ class SwapManager:
         run = group.saving() or group.begin()
         modules = modules_for(tensors)
         session = session_for(modules, group_swap=group_swap, cpu_pool=cpu_pool).session
-        run.number(session)
-        for tensor in tensors_in(tensors, modules):
-            run.request(tensor)
+        run.request(tensors_in(tensors, modules), session)
 
     # --- copies
 

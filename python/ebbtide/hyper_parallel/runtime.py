@@ -22,8 +22,10 @@ from ebbtide.errors import UsageError
 from ebbtide.framework import Framework, Tensor
 from ebbtide.hyper_parallel.groups import Current, GroupRun, Stage, current
 from ebbtide.modules import Modules, tensors_in
+from ebbtide.offload import frees_nothing
 from ebbtide.saved import Kept, Saving, Ticket
 from ebbtide.session import Session
+from ebbtide.sizes import SHOWN
 
 if TYPE_CHECKING:
     from ebbtide.hyper_parallel.pool import PinnedMemoryPool
@@ -52,6 +54,15 @@ def modules_for(*things: object) -> Modules:
             "meant: pass a module or a tensor"
         )
     raise UsageError("[hyper_parallel] neither torch nor mindspore is loaded: import one first")
+
+
+def modules_to_wrap(place: str, module: object) -> Modules:
+    """The modules of the framework of what is to be wrapped. Raises UsageError for what cannot be called."""
+    if not callable(module):
+        raise UsageError(
+            f"[{place}] {SHOWN.repr(module)} cannot be called: pass a module or a function"
+        )
+    return modules_for(module)
 
 
 def _modules_of(name: str) -> Modules:
@@ -115,8 +126,7 @@ class SwapSession:
         self.framework, self.options = modules.resolve(config)
         self.group_swap = group_swap
         self.session = Session(self.framework, self.options)
-        streams = self.framework.streams
-        self.idle = self.options.tier == "host" and streams is not None and streams.unified()
+        self.idle = frees_nothing(self.framework, self.options)
         if self.idle:
             warnings.warn(
                 f"[swap] the memory of {self.framework.device_type} is the host's own: nothing is moved",

@@ -13,10 +13,9 @@ from ebbtide.errors import UsageError
 from ebbtide.framework import Tensor
 from ebbtide.hyper_parallel.groups import Joins, current
 from ebbtide.hyper_parallel.pool import PinnedMemoryPool
-from ebbtide.hyper_parallel.runtime import modules_for, saving, session_for
+from ebbtide.hyper_parallel.runtime import modules_for, modules_to_wrap, saving, session_for
 from ebbtide.modules import CheckpointWrapper, Module, Modules, SwapWrapper, tensors_in
-from ebbtide.policy import CheckpointPolicy
-from ebbtide.sizes import SHOWN
+from ebbtide.policy import CheckpointPolicy, shown_answer
 
 PolicyFn = Callable[[Tensor], Any]
 _T = TypeVar("_T")
@@ -63,9 +62,8 @@ def _checked(policy_fn: PolicyFn | None) -> PolicyFn | None:
             return CheckpointPolicy.MUST_SWAP
         if name == "MUST_SAVE":
             return CheckpointPolicy.MUST_SAVE
-        shown = f"{type(answer).__name__}.{name}" if name is not None else SHOWN.repr(answer)
         raise PolicyError(
-            f"[swap] policy_fn answered {shown} for a tensor: return CheckpointPolicy.MUST_SWAP to offload it, or MUST_SAVE "
+            f"[swap] policy_fn answered {shown_answer(answer)} for a tensor: return CheckpointPolicy.MUST_SWAP to offload it, or MUST_SAVE "
             "to keep it"
         )
 
@@ -107,11 +105,7 @@ def swap_wrapper(
 
     Names of parameters, buffers and state are those of the module. Wrap layers first, then shard the model.
     """
-    if not callable(module):
-        raise UsageError(
-            f"[swap_wrapper] {SHOWN.repr(module)} cannot be called: pass a module or a function"
-        )
-    modules = modules_for(module)
+    modules = modules_to_wrap("swap_wrapper", module)
     warn_if_nested("swap_wrapper", modules, module)
     return modules.wrapper(SwapWrapper, module, _Swapped(policy_fn, bool(group_swap), cpu_pool))
 
@@ -159,10 +153,7 @@ def swap_tensor_wrapper(
     now.joins = Joins(group_swap, cpu_pool)
     if now.scope is not None:
         now.scope.request(swap_session)
-    run = now.run()
-    run.number(swap_session.session)
-    for tensor in tensors_in(target, modules):
-        run.request(tensor)
+    now.run().request(tensors_in(target, modules), swap_session.session)
     return target
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import mindspore
 
 from ebbtide import process
-from ebbtide.config import OffloadConfig
+from ebbtide.config import OffloadConfig, Resolved
 from ebbtide.errors import UsageError
 from ebbtide.mindspore.framework import MindSporeFramework
 from ebbtide.mindspore.streams import MindSporeStreams
@@ -36,23 +36,20 @@ def offload(
 
     Use as a context around the forward pass; see :class:`ebbtide.mindspore.Offload`.
     """
-    if config is not None and options:
-        raise UsageError(
-            f"[offload] config= and {', '.join(sorted(options))}= given: put all of them into the config"
-        )
-    if config is not None and not isinstance(config, OffloadConfig):
-        raise UsageError(
-            f"[offload] config is a {type(config).__name__}: pass an ebbtide.OffloadConfig, or options by name"
-        )
-    if config is None:
-        config = OffloadConfig.from_options(**options)
+    config = OffloadConfig.from_arguments(config, options)
+    framework, resolved = resolve(config)
+    return Offload(framework, config, resolved, model)
+
+
+def resolve(config: OffloadConfig) -> tuple[MindSporeFramework, Resolved]:
+    """The device that the configuration is about, and its options on this machine. Raises as ``offload`` does."""
     device_type = _device_type(config.device)
     on_accelerator = device_type != "cpu"
     resolved = config.resolve(device_type, on_accelerator, 0)
     if not on_accelerator and resolved.tune_malloc:
         process.fix_malloc_threshold()
     streams = _streams(device_type) if on_accelerator else None
-    return Offload(MindSporeFramework(device_type, streams), config, resolved, model)
+    return MindSporeFramework(device_type, streams), resolved
 
 
 def _device_type(device: str | None) -> str:

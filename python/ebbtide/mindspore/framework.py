@@ -58,9 +58,8 @@ class MindSporeFramework:
         if weights.holds(storage):
             return KeepReason.PARAMETER
         if not self._is_cpu and storage.data_ptr() % ALIGNMENT_BYTES != 0:
-            return (
-                KeepReason.UNSUPPORTED
-            )  # somebody else's memory, which cannot be allocated anew at this residue
+            # Somebody else's memory, which cannot be allocated anew at this residue.
+            return KeepReason.UNSUPPORTED
         return None
 
     def nbytes(self, tensor: Tensor) -> int:

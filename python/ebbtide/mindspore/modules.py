@@ -12,16 +12,15 @@ import numpy as np
 from mindspore import Tensor, nn
 from mindspore.common.api import _pynative_executor
 
-from ebbtide import process
 from ebbtide.config import OffloadConfig, Resolved
 from ebbtide.errors import UsageError
 from ebbtide.framework import Framework
-from ebbtide.mindspore import _device_type, _streams, passes
-from ebbtide.mindspore.framework import MindSporeFramework
+from ebbtide.mindspore import passes, resolve
 from ebbtide.modules import (
     Call,
     CheckpointExcludeWrapper,
     CheckpointWrapper,
+    HiddenWrapper,
     SwapWrapper,
     renamed,
 )
@@ -29,8 +28,12 @@ from ebbtide.modules import (
 _WRAPPED = "_wrapped_cell"
 
 
-class Wrapper(nn.Cell):
+class Wrapper(HiddenWrapper, nn.Cell):
     """Runs ``call`` around a cell or function, and answers to the names of what it wraps."""
+
+    _modules_dict = "_cells"
+    _wrapped_name = _WRAPPED
+    _owned_dicts = ("_params", "_buffers", "_cells")
 
     def __init__(self, wrapped: Callable[..., Any], call: Call) -> None:
         super().__init__(auto_prefix=False)
@@ -42,36 +45,8 @@ class Wrapper(nn.Cell):
             self._function = wrapped
         self._call = call
 
-    @property
-    def wrapped(self) -> Callable[..., Any]:
-        inner: Any = self._cells.get(_WRAPPED)
-        return self._function if inner is None else inner
-
     def construct(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(self.wrapped, args, kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            inner = self.__dict__.get("_cells", {}).get(_WRAPPED)
-            if inner is None:
-                raise
-            return getattr(inner, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # A weight that is tied or replaced by its name is the inner cell's.
-        inner = self.__dict__.get("_cells", {}).get(_WRAPPED)
-        if inner is not None and (
-            name in inner._params or name in inner._buffers or name in inner._cells
-        ):
-            setattr(inner, name, value)
-        else:
-            super().__setattr__(name, value)
-
-    def __getitem__(self, index: Any) -> Any:
-        inner: Any = self.wrapped
-        return inner[index]
 
     def update_parameters_name(self, prefix: str = "", recurse: bool = True) -> None:
         # Called when a cell becomes an attribute. In a model that was built before, the names are longer already: there
@@ -139,13 +114,7 @@ class MindSporeModules:
     """See :class:`ebbtide.modules.Modules`. In PyNative mode; policies for operations are not available."""
 
     def resolve(self, config: OffloadConfig) -> tuple[Framework, Resolved]:
-        device_type = _device_type(config.device)
-        on_accelerator = device_type != "cpu"
-        resolved = config.resolve(device_type, on_accelerator, 0)
-        if not on_accelerator and resolved.tune_malloc:
-            process.fix_malloc_threshold()
-        streams = _streams(device_type) if on_accelerator else None
-        return MindSporeFramework(device_type, streams), resolved
+        return resolve(config)
 
     def is_module(self, thing: object) -> bool:
         return isinstance(thing, nn.Cell)

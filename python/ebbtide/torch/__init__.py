@@ -53,16 +53,7 @@ def offload(
 
     Use as a context around the forward pass; see :class:`ebbtide.torch.Offload`.
     """
-    if config is not None and options:
-        raise UsageError(
-            f"[offload] config= and {', '.join(sorted(options))}= given: put all of them into the config"
-        )
-    if config is not None and not isinstance(config, OffloadConfig):
-        raise UsageError(
-            f"[offload] config is a {type(config).__name__}: pass an ebbtide.OffloadConfig, or options by name"
-        )
-    if config is None:
-        config = OffloadConfig.from_options(**options)
+    config = OffloadConfig.from_arguments(config, options)
     framework, resolved = resolve(config)
     return Offload(framework, config, resolved, model)
 

@@ -20,7 +20,8 @@ _PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 # Put before the class name by those who change a module's class to a subclass made for it.
 _PREFIXES = ("FSDP", "Replicate", "DDP", "Parametrized")
 
-_graph_task_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+# Of the backward that runs on this thread; -1 where none does.
+graph_task_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 
 
 def repeated_blocks(model: nn.Module) -> list[NamedModule]:
@@ -70,7 +71,7 @@ class _Hook:
         # First: the rest cannot be traced.
         if torch.compiler.is_compiling():
             return
-        if _graph_task_id() == -1:
+        if graph_task_id() == -1:
             self._call(self._name)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:

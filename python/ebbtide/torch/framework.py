@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ebbtide._core import KeepReason, Owned
 from ebbtide.errors import UsageError
 from ebbtide.framework import StorageRef, Streams, ViewMeta, Weights
-from ebbtide.torch.blocks import repeated_blocks, watch
+from ebbtide.torch.blocks import graph_task_id, repeated_blocks, watch
 from ebbtide.torch.streams import TorchStreams
 from ebbtide.torch.unobserved import unobserved
 from ebbtide.torch.weights import ModelWeights, is_weight, is_weight_cast
@@ -26,9 +26,8 @@ _MAX_VIEW_KINDS = 4  # conj and neg bits
 # What autocast casts weights to. Whether it is enabled cannot be asked: inside the operation it is switched off.
 _CAST_DTYPES = frozenset({torch.bfloat16, torch.float16})
 
-_is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _use_count = getattr(torch._C, "_storage_Use_Count", None)
-_graph_task_id = getattr(torch._C, "_current_graph_task_id", None)
 
 _APPLY_CODE = torch.autograd.Function.apply.__func__.__code__
 
@@ -66,7 +65,7 @@ class TorchFramework:
             return KeepReason.PARAMETER
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
             return KeepReason.UNSUPPORTED
-        if _is_functorch_wrapped(tensor):
+        if is_functorch_wrapped(tensor):
             return KeepReason.UNSUPPORTED
         if self._is_cpu:
             if not tensor.is_cpu:
@@ -272,7 +271,7 @@ class TorchFramework:
         return alias
 
     def current_pass(self) -> int:
-        return 0 if _graph_task_id is None else _graph_task_id() + 1
+        return graph_task_id() + 1
 
     def end_of_pass(self, callback: Callable[[], None]) -> None:
         Variable._execution_engine.queue_callback(callback)

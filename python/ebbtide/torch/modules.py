@@ -16,23 +16,27 @@ from ebbtide.modules import (
     Call,
     CheckpointExcludeWrapper,
     CheckpointWrapper,
+    HiddenWrapper,
     SwapWrapper,
     renamed,
     tensors_in,
 )
 from ebbtide.torch import recompute, resolve
+from ebbtide.torch.blocks import graph_task_id
 from ebbtide.torch.compiler import leave_alone
+from ebbtide.torch.framework import is_functorch_wrapped
 from ebbtide.torch.selective import selective_contexts
 
 # torch's own tools (distributed checkpoints, FSDP) leave this name out of what they call things.
 _WRAPPED = "_checkpoint_wrapped_module"
 
-_graph_task_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
-_is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
-
-class Wrapper(nn.Module):
+class Wrapper(HiddenWrapper, nn.Module):
     """Runs ``call`` around a module or function, and answers to the names of what it wraps."""
+
+    _modules_dict = "_modules"
+    _wrapped_name = _WRAPPED
+    _owned_dicts = ("_parameters", "_buffers", "_modules")
 
     def __init__(self, wrapped: Callable[..., Any], call: Call) -> None:
         super().__init__()
@@ -44,36 +48,8 @@ class Wrapper(nn.Module):
         self._call = call
         self.register_load_state_dict_post_hook(_name_without_wrapper)
 
-    @property
-    def wrapped(self) -> Callable[..., Any]:
-        inner: Any = self._modules.get(_WRAPPED)
-        return self._function if inner is None else inner
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(self.wrapped, args, kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            inner = self.__dict__.get("_modules", {}).get(_WRAPPED)
-            if inner is None:
-                raise
-            return getattr(inner, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # A weight that is tied or replaced by its name is the inner module's.
-        inner = self.__dict__.get("_modules", {}).get(_WRAPPED)
-        if inner is not None and (
-            name in inner._parameters or name in inner._buffers or name in inner._modules
-        ):
-            setattr(inner, name, value)
-        else:
-            super().__setattr__(name, value)
-
-    def __getitem__(self, index: Any) -> Any:
-        inner: Any = self.wrapped
-        return inner[index]
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -183,11 +159,11 @@ class TorchModules:
 
     def before_backward(self, output: torch.Tensor, callback: Callable[[], None]) -> None:
         # A leaf lives on, and would call for every later graph.
-        if output.requires_grad and not output.is_leaf and not _is_functorch_wrapped(output):
+        if output.requires_grad and not output.is_leaf and not is_functorch_wrapped(output):
             output.register_hook(_ignoring_gradient(callback))
 
     def in_backward(self) -> bool:
-        return _graph_task_id() != -1
+        return graph_task_id() != -1
 
     def records(self) -> bool:
         return torch.is_grad_enabled()
