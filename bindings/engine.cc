@@ -24,6 +24,11 @@ namespace {
 // Holders, whether they were counted, same, intact, spoiled: see ProbeAnswer.
 using Answer = std::tuple<std::uint64_t, bool, bool, bool, bool>;
 
+template <auto method>
+auto of_run(Engine& engine, std::uint64_t run) {
+  return (engine.*method)(RunId{run});
+}
+
 void bind_verdicts(nb::module_& m) {
   nb::enum_<RestoreOutcome>(m, "RestoreOutcome", nb::is_arithmetic())
       .value("LIVE", RestoreOutcome::kLive)
@@ -170,13 +175,9 @@ void bind_engine(nb::module_& m) {
           "request",
           [](Engine& engine, std::uint64_t run, std::uint64_t identity) { engine.request(RunId{run}, identity); },
           nb::arg("run"), nb::arg("identity"))
-      .def(
-          "offload_run", [](Engine& engine, std::uint64_t run) { return engine.offload_run(RunId{run}); },
-          nb::arg("run"))
-      .def(
-          "let_go_run", [](Engine& engine, std::uint64_t run) { return engine.let_go_run(RunId{run}); }, nb::arg("run"))
-      .def(
-          "load_run", [](Engine& engine, std::uint64_t run) { return engine.load_run(RunId{run}); }, nb::arg("run"))
+      .def("offload_run", &of_run<&Engine::offload_run>, nb::arg("run"))
+      .def("let_go_run", &of_run<&Engine::let_go_run>, nb::arg("run"))
+      .def("load_run", &of_run<&Engine::load_run>, nb::arg("run"))
       .def(
           "loads_of",
           [](const Engine& engine, std::uint64_t run) {
@@ -193,16 +194,10 @@ void bind_engine(nb::module_& m) {
             return engine.order_after_run(RunId{run}, StreamRef{stream});
           },
           nb::arg("run"), nb::arg("stream"))
-      .def(
-          "release_run", [](Engine& engine, std::uint64_t run) { return engine.release_run(RunId{run}); },
-          nb::arg("run"))
-      .def(
-          "keep_run", [](Engine& engine, std::uint64_t run) { return engine.keep_run(RunId{run}); }, nb::arg("run"))
-      .def(
-          "close_run", [](Engine& engine, std::uint64_t run) { return engine.close_run(RunId{run}); }, nb::arg("run"))
-      .def(
-          "run_state", [](const Engine& engine, std::uint64_t run) { return engine.run_state(RunId{run}); },
-          nb::arg("run"))
+      .def("release_run", &of_run<&Engine::release_run>, nb::arg("run"))
+      .def("keep_run", &of_run<&Engine::keep_run>, nb::arg("run"))
+      .def("close_run", &of_run<&Engine::close_run>, nb::arg("run"))
+      .def("run_state", &of_run<&Engine::run_state>, nb::arg("run"))
       .def("gather", &Engine::gather)
       .def("grown", &Engine::grown, nb::arg("ok"))
       .def(

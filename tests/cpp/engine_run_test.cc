@@ -30,10 +30,14 @@ void unpack_and_drop(Driver& driver, std::vector<Saved> saved, PassId pass) {
   driver.end_pass(pass);
 }
 
-TEST(EngineRun, NothingLeavesBeforeItIsTold) {
-  Driver driver({.config = kByHand});
+class EngineRun : public ::testing::Test {
+ protected:
+  Driver driver{{.config = kByHand}};
   const EpochId epoch = driver.begin_epoch();
   const RunId run = driver.open_run();
+};
+
+TEST_F(EngineRun, NothingLeavesBeforeItIsTold) {
   const std::vector<Saved> saved = save_run(driver, epoch, run, 4);
   driver.end_epoch(epoch);
   EXPECT_EQ(driver.engine.stats().d2h_copies, 0u);
@@ -47,10 +51,7 @@ TEST(EngineRun, NothingLeavesBeforeItIsTold) {
   driver.expect_at_rest();
 }
 
-TEST(EngineRun, NeverToldToLeaveIsALiveHitAndCountedAsLast) {
-  Driver driver({.config = kByHand});
-  const EpochId epoch = driver.begin_epoch();
-  const RunId run = driver.open_run();
+TEST_F(EngineRun, NeverToldToLeaveIsALiveHitAndCountedAsLast) {
   unpack_and_drop(driver, save_run(driver, epoch, run), kPass);
   const Stats stats = driver.engine.stats();
   EXPECT_EQ(stats.live_hits, 2u);
@@ -60,10 +61,7 @@ TEST(EngineRun, NeverToldToLeaveIsALiveHitAndCountedAsLast) {
   driver.expect_at_rest();
 }
 
-TEST(EngineRun, ComesBackWhenItIsTold) {
-  Driver driver({.config = kByHand});
-  const EpochId epoch = driver.begin_epoch();
-  const RunId run = driver.open_run();
+TEST_F(EngineRun, ComesBackWhenItIsTold) {
   const std::vector<Saved> saved = save_run(driver, epoch, run, 3);
   driver.offload_run(run);
   driver.end_epoch(epoch);
@@ -78,7 +76,7 @@ TEST(EngineRun, ComesBackWhenItIsTold) {
   driver.expect_at_rest();
 }
 
-TEST(EngineRun, IsNotLoadedOnAGuess) {
+TEST(EngineRunConfigured, IsNotLoadedOnAGuess) {
   Driver driver({.config = {.prefetch_bytes = 1 << 20, .in_flight_bytes = UINT64_MAX}});
   const EpochId epoch = driver.begin_epoch();
   const RunId run = driver.open_run();
@@ -91,9 +89,7 @@ TEST(EngineRun, IsNotLoadedOnAGuess) {
   driver.expect_at_rest();
 }
 
-TEST(EngineRun, WhatOneRunLoadedStaysWhileABackwardOfAnotherEnds) {
-  Driver driver({.config = kByHand});
-  const EpochId epoch = driver.begin_epoch();
+TEST_F(EngineRun, WhatOneRunLoadedStaysWhileABackwardOfAnotherEnds) {
   const RunId first = driver.open_run();
   const RunId second = driver.open_run();
   const std::vector<Saved> of_first = save_run(driver, epoch, first);
@@ -110,7 +106,7 @@ TEST(EngineRun, WhatOneRunLoadedStaysWhileABackwardOfAnotherEnds) {
   driver.expect_at_rest();
 }
 
-TEST(EngineRun, TwoRunsOfOneGroupKeepTheirBytesApart) {
+TEST(EngineRunConfigured, TwoRunsOfOneGroupKeepTheirBytesApart) {
   Driver driver({.config = kByHand});
   std::vector<std::vector<Saved>> saved;
   std::vector<RunId> runs;
@@ -129,9 +125,7 @@ TEST(EngineRun, TwoRunsOfOneGroupKeepTheirBytesApart) {
   driver.expect_at_rest();
 }
 
-TEST(EngineRun, AStorageOfTwoRunsLeavesWithTheLastAndComesBackWithTheFirstLoaded) {
-  Driver driver({.config = kByHand});
-  const EpochId epoch = driver.begin_epoch();
+TEST_F(EngineRun, AStorageOfTwoRunsLeavesWithTheLastAndComesBackWithTheFirstLoaded) {
   const RunId first = driver.open_run(1);
   const RunId second = driver.open_run(2);
   Storage shared = filled(driver, 64);
@@ -154,7 +148,7 @@ TEST(EngineRun, AStorageOfTwoRunsLeavesWithTheLastAndComesBackWithTheFirstLoaded
   driver.expect_at_rest();
 }
 
-TEST(EngineRun, SavedAgainInARunWhatWasAboutToLeaveWaits) {
+TEST(EngineRunConfigured, SavedAgainInARunWhatWasAboutToLeaveWaits) {
   Driver driver({.config = {.in_flight_bytes = UINT64_MAX}});
   const EpochId epoch = driver.begin_epoch();
   Storage held = filled(driver, 64);
@@ -172,10 +166,7 @@ TEST(EngineRun, SavedAgainInARunWhatWasAboutToLeaveWaits) {
   driver.expect_at_rest();
 }
 
-TEST(EngineRun, ToldAgainItLooksAtWhatOthersHeld) {
-  Driver driver({.config = kByHand});
-  const EpochId epoch = driver.begin_epoch();
-  const RunId run = driver.open_run();
+TEST_F(EngineRun, ToldAgainItLooksAtWhatOthersHeld) {
   Storage held = filled(driver, 64);
   const Saved saved = driver.pack(held, bytes_view(0, 64), epoch, {}, nullptr, 1, {.run = run});
   driver.offload_run(run);
@@ -189,10 +180,7 @@ TEST(EngineRun, ToldAgainItLooksAtWhatOthersHeld) {
   driver.expect_at_rest();
 }
 
-TEST(EngineRun, OnRequestOnlyWhatIsNamedLeaves) {
-  Driver driver({.config = kByHand});
-  const EpochId epoch = driver.begin_epoch();
-  const RunId run = driver.open_run();
+TEST_F(EngineRun, OnRequestOnlyWhatIsNamedLeaves) {
   const SavedIn on_request{.run = run, .on_request = true};
   Storage named = filled(driver, 64, 3);
   const std::uint64_t identity = named->ref.identity;
@@ -210,10 +198,7 @@ TEST(EngineRun, OnRequestOnlyWhatIsNamedLeaves) {
   driver.expect_at_rest();
 }
 
-TEST(EngineRun, NamedBeforeItIsSavedItLeavesToo) {
-  Driver driver({.config = kByHand});
-  const EpochId epoch = driver.begin_epoch();
-  const RunId run = driver.open_run();
+TEST_F(EngineRun, NamedBeforeItIsSavedItLeavesToo) {
   Storage named = filled(driver, 64);
   driver.request(run, named->ref.identity);
   const SavedIn on_request{.run = run, .on_request = true};
@@ -225,10 +210,7 @@ TEST(EngineRun, NamedBeforeItIsSavedItLeavesToo) {
   driver.expect_at_rest();
 }
 
-TEST(EngineRun, ClosedItIsForgottenAndItsTicketsAreNot) {
-  Driver driver({.config = kByHand});
-  const EpochId epoch = driver.begin_epoch();
-  const RunId run = driver.open_run();
+TEST_F(EngineRun, ClosedItIsForgottenAndItsTicketsAreNot) {
   const std::vector<Saved> saved = save_run(driver, epoch, run);
   driver.offload_run(run);
   driver.load_run(run);
@@ -240,10 +222,7 @@ TEST(EngineRun, ClosedItIsForgottenAndItsTicketsAreNot) {
   driver.expect_at_rest();
 }
 
-TEST(EngineRun, ClosedBeforeItWasToldToLeaveItStays) {
-  Driver driver({.config = kByHand});
-  const EpochId epoch = driver.begin_epoch();
-  const RunId run = driver.open_run();
+TEST_F(EngineRun, ClosedBeforeItWasToldToLeaveItStays) {
   const std::vector<Saved> saved = save_run(driver, epoch, run);
   driver.close_run(run);
   driver.end_epoch(epoch);
@@ -252,10 +231,7 @@ TEST(EngineRun, ClosedBeforeItWasToldToLeaveItStays) {
   driver.expect_at_rest();
 }
 
-TEST(EngineRun, KeptStaysOnTheDevice) {
-  Driver driver({.config = kByHand});
-  const EpochId epoch = driver.begin_epoch();
-  const RunId run = driver.open_run();
+TEST_F(EngineRun, KeptStaysOnTheDevice) {
   const std::vector<Saved> saved = save_run(driver, epoch, run);
   driver.keep_run(run);
   driver.offload_run(run);
@@ -266,10 +242,7 @@ TEST(EngineRun, KeptStaysOnTheDevice) {
   driver.expect_at_rest();
 }
 
-TEST(EngineRun, ReleasedGoesBackToTheTierAlone) {
-  Driver driver({.config = kByHand});
-  const EpochId epoch = driver.begin_epoch();
-  const RunId run = driver.open_run();
+TEST_F(EngineRun, ReleasedGoesBackToTheTierAlone) {
   const std::vector<Saved> saved = save_run(driver, epoch, run);
   driver.offload_run(run);
   driver.load_run(run);
@@ -282,7 +255,7 @@ TEST(EngineRun, ReleasedGoesBackToTheTierAlone) {
   driver.expect_at_rest();
 }
 
-TEST(EngineRun, ReleasedWhileItLoadsIsLetGoOfWhenItIsThere) {
+TEST(EngineRunConfigured, ReleasedWhileItLoadsIsLetGoOfWhenItIsThere) {
   Driver driver({.config = kByHand, .hold_copies = true});
   const EpochId epoch = driver.begin_epoch();
   const RunId run = driver.open_run();
@@ -299,7 +272,7 @@ TEST(EngineRun, ReleasedWhileItLoadsIsLetGoOfWhenItIsThere) {
   driver.expect_at_rest();
 }
 
-TEST(EngineRun, GraphsDroppedWhileTheyLoadLeaveNothing) {
+TEST(EngineRunConfigured, GraphsDroppedWhileTheyLoadLeaveNothing) {
   Driver driver({.config = kByHand, .hold_copies = true});
   const EpochId epoch = driver.begin_epoch();
   const RunId run = driver.open_run();
@@ -314,7 +287,7 @@ TEST(EngineRun, GraphsDroppedWhileTheyLoadLeaveNothing) {
   EXPECT_EQ(driver.engine.run_state(run).coming, 0u);
 }
 
-TEST(EngineRun, LettingGoWaitsForSynchronousCopies) {
+TEST(EngineRunConfigured, LettingGoWaitsForSynchronousCopies) {
   Driver driver({.config = kByHand, .hold_copies = true});
   const EpochId epoch = driver.begin_epoch();
   const RunId run = driver.open_run();
@@ -328,10 +301,7 @@ TEST(EngineRun, LettingGoWaitsForSynchronousCopies) {
   driver.expect_at_rest();
 }
 
-TEST(EngineRun, OneThatFindsNoMemoryIsLoadedWhenItIsAskedFor) {
-  Driver driver({.config = kByHand});
-  const EpochId epoch = driver.begin_epoch();
-  const RunId run = driver.open_run();
+TEST_F(EngineRun, OneThatFindsNoMemoryIsLoadedWhenItIsAskedFor) {
   const std::vector<Saved> saved = save_run(driver, epoch, run);
   driver.offload_run(run);
   driver.end_epoch(epoch);
@@ -342,7 +312,7 @@ TEST(EngineRun, OneThatFindsNoMemoryIsLoadedWhenItIsAskedFor) {
   driver.expect_at_rest();
 }
 
-TEST(EngineRun, ATierWithoutRoomInTheMiddleLeavesTheRestOnTheDevice) {
+TEST(EngineRunConfigured, ATierWithoutRoomInTheMiddleLeavesTheRestOnTheDevice) {
   Driver driver({.config = {.in_flight_bytes = UINT64_MAX, .max_tier_bytes = 128}});
   const EpochId epoch = driver.begin_epoch();
   const RunId run = driver.open_run();
@@ -357,7 +327,7 @@ TEST(EngineRun, ATierWithoutRoomInTheMiddleLeavesTheRestOnTheDevice) {
   driver.expect_at_rest();
 }
 
-TEST(EngineRun, PackedARunCrossesInOneCopyEachWay) {
+TEST(EngineRunConfigured, PackedARunCrossesInOneCopyEachWay) {
   Driver driver({.config = {.in_flight_bytes = UINT64_MAX, .pack_below_bytes = 1024}});
   const EpochId epoch = driver.begin_epoch();
   std::vector<std::vector<Saved>> saved;
@@ -379,7 +349,7 @@ TEST(EngineRun, PackedARunCrossesInOneCopyEachWay) {
   driver.expect_at_rest();
 }
 
-TEST(EngineRun, OfWhatNobodyKnowsNothingIsAsked) {
+TEST(EngineRunConfigured, OfWhatNobodyKnowsNothingIsAsked) {
   Driver driver({.config = kByHand});
   const RunId unknown{77};
   driver.offload_run(unknown);
@@ -391,7 +361,7 @@ TEST(EngineRun, OfWhatNobodyKnowsNothingIsAsked) {
   driver.expect_at_rest();
 }
 
-TEST(EngineRun, AJournalWithRunsIsReplayed) {
+TEST(EngineRunConfigured, AJournalWithRunsIsReplayed) {
   const DriverOptions options{.config = kByHand, .record = true};
   Driver driver(options);
   const EpochId epoch = driver.begin_epoch();

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,16 @@ disk_first = pytest.mark.skipif(
 
 # Nothing is held back: every storage is copied as soon as nobody else holds it, and copies are waited for.
 EXACT: dict[str, Any] = {"min_bytes": 0, "keep_last_bytes": 0, "in_flight_bytes": 0}
+
+
+@contextmanager
+def no_garbage_collector() -> Iterator[None]:
+    """At rest means at rest without the collector's help."""
+    gc.collect()
+    gc.freeze()  # modules and what pytest keeps: later collections need not look at them again
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def assert_at_rest(tide: Offload) -> None:

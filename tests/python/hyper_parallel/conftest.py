@@ -5,17 +5,15 @@ What need not be PyTorch is written against the behaviour tests' backends; `test
 
 from __future__ import annotations
 
-import gc
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import BACKEND, no_garbage_collector
 
 _HERE = Path(__file__).parent
-_NAME = os.environ.get("EBBTIDE_TEST_BACKEND", "torch-cpu")
 
 sys.path.insert(0, str(_HERE))
 sys.path.insert(1, str(_HERE.parent / "behaviour"))
@@ -23,7 +21,9 @@ sys.path.insert(2, str(_HERE.parent / "torch"))
 
 from outcome_table import Outcomes, table_lines  # noqa: E402
 
-collect_ignore_glob = ["test_mindspore_*.py"] if _NAME.startswith("torch") else ["test_torch_*.py"]
+collect_ignore_glob = (
+    ["test_mindspore_*.py"] if BACKEND.startswith("torch") else ["test_torch_*.py"]
+)
 
 
 @pytest.fixture
@@ -38,9 +38,9 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def _make_backend() -> Any:
-    if _NAME == "torch-cpu":
+    if BACKEND == "torch-cpu":
         from torch_cpu import TorchBackend as Backend
-    elif _NAME == "torch-tide":
+    elif BACKEND == "torch-tide":
         from torch_tide import TideBackend as Backend
     else:
         from mindspore_cpu import MindSporeBackend as Backend
@@ -62,7 +62,7 @@ def hyper(backend: Any, group_swap: bool) -> Any:
 @pytest.fixture(autouse=True)
 def on_the_device(request: pytest.FixtureRequest) -> Iterator[None]:
     """What is about PyTorch makes its tensors and modules on the backend's device."""
-    if _NAME != "torch-tide" or not request.path.name.startswith("test_torch_"):
+    if BACKEND != "torch-tide" or not request.path.name.startswith("test_torch_"):
         yield
         return
     import torch
@@ -75,17 +75,13 @@ def on_the_device(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def without_garbage_collector() -> Iterator[None]:
-    """At rest means at rest without the collector's help."""
-    gc.collect()
-    gc.freeze()  # modules and what pytest keeps: later collections need not look at them again
-    gc.disable()
-    yield
-    gc.enable()
+    with no_garbage_collector():
+        yield
 
 
 # --- the table of outcomes
 
-_OUTCOMES = Outcomes(_NAME)
+_OUTCOMES = Outcomes(BACKEND)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

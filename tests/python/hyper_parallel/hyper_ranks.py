@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
-import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from gloo_ranks import run_cases
 from ranks import (
-    RANKS,
     ROWS,
     TIMEOUT,
     data_parallel,
@@ -24,7 +20,7 @@ from ranks import (
 )
 from support import assert_at_rest
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch_support import assert_same_bits
 from training import make_input, make_model
 
@@ -106,18 +102,5 @@ def run_case(case: str, rank: int, mesh: DeviceMesh) -> None:
 
 
 def run_rank(rank: int, directory: str) -> None:
-    """All cases, and what became of each into a file."""
-    torch.set_num_threads(1)
     os.environ.update({f"EBBTIDE_{name}": value for name, value in EXACT.items()})
-    store = dist.FileStore(f"{directory}/store", RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=TIMEOUT)
-    mesh = init_device_mesh("cpu", (RANKS,))
-    results: dict[str, str] = {}
-    for case in CASES:
-        try:
-            run_case(case, rank, mesh)
-            results[case] = "equal"
-        except Exception:
-            results[case] = traceback.format_exc()
-    Path(directory, f"{rank}.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
+    run_cases(CASES, run_case, rank, directory, TIMEOUT)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 
 import pytest
+from support import no_garbage_collector
 
 
 @pytest.fixture(autouse=True)
 def without_garbage_collector() -> Iterator[None]:
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    yield
-    gc.enable()
+    with no_garbage_collector():
+        yield

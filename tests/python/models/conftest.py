@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Iterator
 
 import pytest
-from support import BACKEND
+from support import BACKEND, no_garbage_collector
 from torch_support import assert_no_races, load_test_device
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
@@ -33,8 +32,5 @@ def without_races() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def without_garbage_collector() -> Iterator[None]:
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    yield
-    gc.enable()
+    with no_garbage_collector():
+        yield

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-from support import DEVICE
+from support import DEVICE, no_garbage_collector
 from torch_support import assert_no_races, load_test_device
 
 # What is the same on every device. The others are about memory of the CPU, files under it, compilers and processes.
@@ -45,8 +44,5 @@ def device(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def without_garbage_collector() -> Iterator[None]:
-    gc.collect()
-    gc.freeze()  # modules and what pytest keeps: later collections need not look at them again
-    gc.disable()
-    yield
-    gc.enable()
+    with no_garbage_collector():
+        yield

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from gloo_ranks import run_cases
 from support import assert_at_rest, assert_loaded
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
@@ -30,7 +27,6 @@ from training import make_input, make_model, offload
 import ebbtide.torch as ebb
 from ebbtide import CheckpointPolicy
 
-RANKS = 2
 ROWS = 10  # unlike any dimension of a weight: a shape tells a weight from an activation
 STEPS = 2
 TIMEOUT = timedelta(seconds=60)
@@ -150,17 +146,4 @@ def run_case(case: str, rank: int, mesh: DeviceMesh) -> None:
 
 
 def run_rank(rank: int, directory: str) -> None:
-    """All cases, and what became of each into a file."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{directory}/store", RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=TIMEOUT)
-    mesh = init_device_mesh("cpu", (RANKS,))
-    results: dict[str, str] = {}
-    for case in CASES:
-        try:
-            run_case(case, rank, mesh)
-            results[case] = "equal"
-        except Exception:
-            results[case] = traceback.format_exc()
-    Path(directory, f"{rank}.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
+    run_cases(CASES, run_case, rank, directory, TIMEOUT)

@@ -6,24 +6,20 @@ offered for offload: sharded, gathered or cast.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 
 if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
     pytest.skip("torch was built without gloo", allow_module_level=True)
 
-from ranks import CASES, RANKS, run_rank  # noqa: E402
+from gloo_ranks import RANKS, results_of  # noqa: E402
+from ranks import CASES, run_rank  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What became of each case, for each rank. One start of the ranks serves all cases."""
-    directory = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(run_rank, (str(directory),), nprocs=RANKS)
-    return [json.loads(Path(directory, f"{rank}.json").read_text()) for rank in range(RANKS)]
+    return results_of(run_rank, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("case", CASES)
