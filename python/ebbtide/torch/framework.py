@@ -198,11 +198,15 @@ class TorchFramework:
     def _emptied(self, tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
         """``data`` on the in-place counter of ``tensor``."""
         alias = tensor.detach()
-        # Some devices refuse data whose lazy bits differ.
-        if alias.is_conj() != data.is_conj():
-            alias = torch._conj(alias).detach()
+        # Some devices refuse data whose lazy bits differ, and only what is complex can get the conj bit.
         if alias.is_neg() != data.is_neg():
             alias = torch._neg_view(alias).detach()
+        if alias.is_conj() != data.is_conj():
+            if not alias.is_complex():
+                alias.data = _with_bits(
+                    self._empty_of(data.dtype, data.device), False, data.is_neg()
+                )
+            alias = torch._conj(alias).detach()
         alias.data = data
         return alias
 
