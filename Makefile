@@ -48,14 +48,15 @@ test: lint test-cpp test-cpp-sanitize stubs-check typecheck test-device test-min
 test-full: PYTEST_OPTIONS :=
 test-full: lint test-cpp test-cpp-sanitize test-cpp-thread stubs-check typecheck test-device test-mindspore test-python ## `make test`, thread sanitizer and slow tests
 
-bench: build $(VENV)/.torch $(VENV)/.demo-deps ## Benchmarks: core, host time per saved tensor, the demo in pairs, step times on a virtual clock
+bench: build $(VENV)/.torch $(VENV)/.demo-deps $(PEERS)/.installed ## Benchmarks: core, host time per saved tensor, the demo in pairs, step times on a virtual clock, copies
 	tools/system_packages.sh benchmark
 	$(call cmake_build,bench,-DCMAKE_BUILD_TYPE=Release -DEBBTIDE_BUILD_BENCHMARKS=ON)
 	$(BUILD)/bench/benchmarks/ebbtide_benchmarks
 	$(BIN)/python benchmarks/host_time.py
 	$(BIN)/python benchmarks/demo_pairs.py
 	$(BIN)/python benchmarks/step_time.py
-	$(BIN)/python benchmarks/host_time_device.py
+	$(BIN)/python benchmarks/copies.py
+	$(PEERS)/bin/python benchmarks/host_time_device.py
 
 peers: build $(VENV)/.torch $(VENV)/.demo-deps $(PEERS)/.installed ## Activation offloaders side by side on the test device; fills docs/peers.md
 	PYTHONPATH=benchmarks $(PEERS)/bin/python -m peers --json build/peers.json --docs docs/peers.md
