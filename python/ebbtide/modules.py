@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ebbtide.config import OffloadConfig, Resolved
 from ebbtide.framework import Bytes, Framework, Tensor
@@ -28,6 +28,15 @@ class CheckpointWrapper:
 
 class CheckpointExcludeWrapper:
     """A module that is not recomputed with what is around it; made by ``checkpoint_exclude_wrapper``."""
+
+
+class MemoryUse(NamedTuple):
+    """What the framework's allocator tells of a device, by its index: bytes now, and their highest since the user's last
+    reset."""
+
+    device: int
+    allocated_bytes: int
+    peak_bytes: int
 
 
 Wrapper = SwapWrapper | CheckpointWrapper | CheckpointExcludeWrapper
@@ -170,8 +179,20 @@ class Modules(Protocol):
     def as_result(self, tensor: Tensor, requires_grad: bool) -> Tensor:
         """The tensor as if an operation had computed it: without a graph, and recorded from here on if it is to be."""
 
+    def memory_use(self, device: int | None = None) -> MemoryUse | None:
+        """Of the accelerator's device of this index, or that which is current on this thread; None where nothing is known
+        of it. Changes no counter and starts no device."""
+
     def host_memory(self, nbytes: int) -> Bytes:
         """Memory of the host that is not page-locked. Raises MemoryError."""
+
+
+def name_of(function: Callable[..., Any], modules: Modules) -> str:
+    """For reports: the class of a module, also of the one whose method it is; else the function's own name."""
+    owner = getattr(function, "__self__", function)
+    if modules.is_module(owner):
+        return type(owner).__name__
+    return str(getattr(function, "__qualname__", type(function).__name__))
 
 
 def tensors_in(tree: object, modules: Modules) -> Iterator[Tensor]:

@@ -6,11 +6,13 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from ebbtide.framework import Tensor
-from ebbtide.modules import Modules
+from ebbtide.hyper_parallel.groups import current
+from ebbtide.hyper_parallel.peaks import Recomputation
+from ebbtide.modules import Modules, name_of
 
 
 class _Leaf:
@@ -92,7 +94,10 @@ class Region:
         kwargs: dict[str, Any],
         flatten: bool,
     ) -> None:
+        self._modules = modules
         self._function = function
+        group = current.get()
+        self._group_name = None if group is None else group.group.name
         self.recomputing = False
         self._began = False
         self.hooks = modules.current_hooks()
@@ -110,9 +115,13 @@ class Region:
         self.recomputing, self._began, self._served = self._began, True, 0
         _here.regions.append(self)
         try:
-            return self._function(*args, **kwargs)
+            with Recomputation(self._modules, self._name) if self.recomputing else nullcontext():
+                return self._function(*args, **kwargs)
         finally:
             _here.regions.pop()
+
+    def _name(self) -> str:
+        return self._group_name or name_of(self._function, self._modules)
 
     def next_excluded(self) -> Any:
         found = self.excluded[self._served]

@@ -248,6 +248,9 @@ class MindSporeModules:
     def as_result(self, tensor: Tensor, requires_grad: bool) -> Tensor:
         raise _no_policies()
 
+    def memory_use(self, device: int | None = None) -> None:
+        """Not told."""
+
     def host_memory(self, nbytes: int) -> Tensor:
         return Tensor.from_numpy(np.empty(nbytes, np.uint8))
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from ebbtide.config import OffloadConfig, Resolved
 from ebbtide.framework import Framework
-from ebbtide.hyper_parallel import runtime
+from ebbtide.hyper_parallel import peaks, runtime
 from ebbtide.modules import (
     Call,
     CheckpointExcludeWrapper,
@@ -149,6 +149,7 @@ class TorchModules:
     is_selective = staticmethod(recompute.is_selective)
     current_hooks = staticmethod(recompute.current_hooks)
     excluded = staticmethod(recompute.excluded)
+    memory_use = staticmethod(recompute.memory_use)
     same_random_state = staticmethod(recompute.same_random_state)
     set_random_state = staticmethod(recompute.set_random_state)
     as_result = staticmethod(recompute.as_result)
@@ -219,5 +220,7 @@ leave_alone(
         runtime.Scope.__exit__,
         runtime.Scope.pack,
         runtime.Unpack.__call__,
+        peaks.Recomputation.__enter__,
+        peaks.Recomputation.__exit__,
     )
 )
