@@ -8,10 +8,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from ebbtide.config import OffloadConfig, Resolved
-from ebbtide.framework import Bytes, Framework, Tensor
+from ebbtide.framework import Bytes, DeviceMemory, Framework, Tensor
 
 Module = Any
 # What a wrapper does: called with what is wrapped, and the arguments. Copied and pickled with the wrapper.
@@ -28,15 +28,6 @@ class CheckpointWrapper:
 
 class CheckpointExcludeWrapper:
     """A module that is not recomputed with what is around it; made by ``checkpoint_exclude_wrapper``."""
-
-
-class MemoryUse(NamedTuple):
-    """What the framework's allocator tells of a device, by its index: bytes now, and their highest since the user's last
-    reset."""
-
-    device: int
-    allocated_bytes: int
-    peak_bytes: int
 
 
 Wrapper = SwapWrapper | CheckpointWrapper | CheckpointExcludeWrapper
@@ -84,6 +75,8 @@ class HiddenWrapper:
 
 class Modules(Protocol):
     """Modules of one framework. Any thread may call; nothing here blocks."""
+
+    memory: DeviceMemory | None  # None: memory that nobody counts
 
     def resolve(self, config: OffloadConfig) -> tuple[Framework, Resolved]:
         """The framework for the configured device, and the options on this machine. Raises as ``offload`` does."""
@@ -178,10 +171,6 @@ class Modules(Protocol):
 
     def as_result(self, tensor: Tensor, requires_grad: bool) -> Tensor:
         """The tensor as if an operation had computed it: without a graph, and recorded from here on if it is to be."""
-
-    def memory_use(self, device: int | None = None) -> MemoryUse | None:
-        """Of the accelerator's device of this index, or that which is current on this thread; None where nothing is known
-        of it. Changes no counter and starts no device."""
 
     def host_memory(self, nbytes: int) -> Bytes:
         """Memory of the host that is not page-locked. Raises MemoryError."""

@@ -6,13 +6,13 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from ebbtide.framework import Tensor
 from ebbtide.hyper_parallel.groups import current
-from ebbtide.hyper_parallel.peaks import Recomputation
 from ebbtide.modules import Modules, name_of
+from ebbtide.peaks import Recomputation
 
 
 class _Leaf:
@@ -95,6 +95,7 @@ class Region:
         flatten: bool,
     ) -> None:
         self._modules = modules
+        self._peak: Recomputation | None = None  # dropped with the region
         self._function = function
         group = current.get()
         self._group_name = None if group is None else group.group.name
@@ -113,15 +114,17 @@ class Region:
             args, kwargs = self.nested.filled(args) if original is None else original
             del original
         self.recomputing, self._began, self._served = self._began, True, 0
+        memory = self._modules.memory
+        if self.recomputing and memory is not None:
+            name = self._group_name or name_of(self._function, self._modules)
+            self._peak = Recomputation(memory, name)
         _here.regions.append(self)
         try:
-            with Recomputation(self._modules, self._name) if self.recomputing else nullcontext():
-                return self._function(*args, **kwargs)
+            return self._function(*args, **kwargs)
         finally:
             _here.regions.pop()
-
-    def _name(self) -> str:
-        return self._group_name or name_of(self._function, self._modules)
+            if self._peak is not None:
+                self._peak.look()
 
     def next_excluded(self) -> Any:
         found = self.excluded[self._served]

@@ -6,11 +6,10 @@ from collections import Counter
 from dataclasses import fields
 from typing import Any
 
-from ebbtide.hyper_parallel.peaks import recomputation_peaks
 from ebbtide.hyper_parallel.runtime import live_sessions
 from ebbtide.offload import group_totals, totals
-from ebbtide.report import GroupTotals, Stats, render_paragraph, render_report
-from ebbtide.sizes import format_bytes
+from ebbtide.peaks import render_peaks
+from ebbtide.report import GroupTotals, Stats, render_report
 
 
 def stats() -> Stats:
@@ -42,7 +41,7 @@ def reset_stats() -> None:
 
 
 def report() -> str:
-    """The statistics as a table, with a second one of groups; below, which devices' peak sits in a recomputation."""
+    """The statistics as a table, with a second one of groups; below, which devices' peak sits where a region is recomputed."""
     groups: dict[str, GroupTotals] = {}
     devices = set()
     for session, framework, options in live_sessions():
@@ -56,14 +55,7 @@ def report() -> str:
             }
             groups[group.name] = GroupTotals(group.name, **sums)
     title = f"ebbtide.hyper_parallel: {', '.join(sorted(devices)) or 'nothing moved'}"
-    table = render_report(stats(), title, list(groups.values()))
-    return table + "".join(
-        render_paragraph(
-            f"device peak: in the recomputation of a checkpointed region ({peak.region} on device {peak.device}), "
-            f"{format_bytes(peak.nbytes)} above what was allocated when that began: more offload does not lower these"
-        )
-        for peak in recomputation_peaks()
-    )
+    return render_report(stats(), title, list(groups.values())) + render_peaks()
 
 
 def synchronize() -> None:

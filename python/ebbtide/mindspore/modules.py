@@ -14,7 +14,7 @@ from mindspore.common.api import _pynative_executor
 
 from ebbtide.config import OffloadConfig, Resolved
 from ebbtide.errors import UsageError
-from ebbtide.framework import Framework
+from ebbtide.framework import DeviceMemory, Framework
 from ebbtide.mindspore import passes, resolve
 from ebbtide.modules import (
     Call,
@@ -112,6 +112,8 @@ _KINDS: dict[type, type[Wrapper]] = {
 
 class MindSporeModules:
     """See :class:`ebbtide.modules.Modules`. In PyNative mode; policies for operations are not available."""
+
+    memory: DeviceMemory | None = None
 
     def resolve(self, config: OffloadConfig) -> tuple[Framework, Resolved]:
         return resolve(config)
@@ -247,9 +249,6 @@ class MindSporeModules:
 
     def as_result(self, tensor: Tensor, requires_grad: bool) -> Tensor:
         raise _no_policies()
-
-    def memory_use(self, device: int | None = None) -> None:
-        """Not told."""
 
     def host_memory(self, nbytes: int) -> Tensor:
         return Tensor.from_numpy(np.empty(nbytes, np.uint8))

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ebbtide.config import OffloadConfig, Resolved
-from ebbtide.framework import Framework
-from ebbtide.hyper_parallel import peaks, runtime
+from ebbtide.framework import DeviceMemory, Framework
+from ebbtide.hyper_parallel import runtime
 from ebbtide.modules import (
     Call,
     CheckpointExcludeWrapper,
@@ -25,6 +25,7 @@ from ebbtide.torch import recompute, resolve
 from ebbtide.torch.blocks import graph_task_id
 from ebbtide.torch.compiler import leave_alone
 from ebbtide.torch.framework import is_functorch_wrapped
+from ebbtide.torch.memory import ACCELERATOR_MEMORY
 from ebbtide.torch.selective import selective_contexts
 
 # torch's own tools (distributed checkpoints, FSDP) leave this name out of what they call things.
@@ -110,6 +111,8 @@ _KINDS: dict[type, type[Wrapper]] = {
 class TorchModules:
     """See :class:`ebbtide.modules.Modules`."""
 
+    memory: DeviceMemory | None = ACCELERATOR_MEMORY
+
     def resolve(self, config: OffloadConfig) -> tuple[Framework, Resolved]:
         return resolve(config)
 
@@ -149,7 +152,6 @@ class TorchModules:
     is_selective = staticmethod(recompute.is_selective)
     current_hooks = staticmethod(recompute.current_hooks)
     excluded = staticmethod(recompute.excluded)
-    memory_use = staticmethod(recompute.memory_use)
     same_random_state = staticmethod(recompute.same_random_state)
     set_random_state = staticmethod(recompute.set_random_state)
     as_result = staticmethod(recompute.as_result)
@@ -220,7 +222,5 @@ leave_alone(
         runtime.Scope.__exit__,
         runtime.Scope.pack,
         runtime.Unpack.__call__,
-        peaks.Recomputation.__enter__,
-        peaks.Recomputation.__exit__,
     )
 )

@@ -12,7 +12,6 @@ import torch
 import torch.utils.checkpoint as engine
 
 from ebbtide.errors import UsageError
-from ebbtide.modules import MemoryUse
 from ebbtide.policy import OpPlan, plan_of
 from ebbtide.torch.selective import entered_policies
 
@@ -67,27 +66,6 @@ def _for_compiler(policy: Any) -> Any:
 
 def is_selective(context: object) -> bool:
     return type(context).__module__ == engine.__name__
-
-
-# --- the device's memory
-
-# The public functions flatten and sort all statistics for each number.
-_statistics = getattr(torch._C, "_accelerator_getDeviceStats", None)
-_is_in_use = getattr(torch._C, "_accelerator_isAllocatorInitialized", None)
-
-
-def memory_use(device: int | None = None) -> MemoryUse | None:
-    if _statistics is None or _is_in_use is None or torch.accelerator.current_accelerator() is None:
-        return None
-    try:
-        if not _is_in_use():
-            return None
-        if device is None:
-            device = torch.accelerator.current_device_index()
-        found = _statistics(device)["allocated_bytes"]["all"]
-    except (RuntimeError, KeyError):
-        return None  # an allocator that does not count, or a forked process
-    return MemoryUse(device, found["current"], found["peak"])
 
 
 # --- what is not recomputed
