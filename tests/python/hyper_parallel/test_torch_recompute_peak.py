@@ -289,6 +289,16 @@ def test_a_graph_that_is_kept(way: Way) -> None:
     assert bool(line(way)) == isinstance(way, Wrapped)
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_regions_whose_inputs_are_not_taken(backend: Any, use_reentrant: bool) -> None:
+    way = Offloaded(use_reentrant, min_bytes=NBYTES + 1)
+    train(way, way.region(Deep()), way.region(Roomy()))
+    assert not line(way)
+    wrapped = hp.swap_wrapper(lambda x: checkpoint(Deep(), x, use_reentrant=use_reentrant))
+    train(Way(), wrapped, wrapped)
+    assert not line()
+
+
 def test_never_on_the_cpu() -> None:
     way = Wrapped()
     region = way.region(Deep())
