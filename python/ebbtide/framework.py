@@ -43,6 +43,25 @@ class ViewMeta(NamedTuple):
     dtype: Any
 
 
+class MemoryUse(NamedTuple):
+    """What the framework's allocator tells of a device, by its index: bytes now, and their highest since the user's last
+    reset."""
+
+    device: int
+    allocated_bytes: int
+    peak_bytes: int
+
+
+class DeviceMemory(Protocol):
+    """The counters of an accelerator's allocator. Any thread; nothing here changes a counter or starts a device."""
+
+    def use(self, device: int | None = None) -> MemoryUse | None:
+        """Of the device of this index, or that which is current on this thread; None where nothing is known of it."""
+
+    def current_pass(self) -> int:
+        """As of ``Framework``."""
+
+
 class Weights(Protocol):
     """The parameters and buffers of a model, recognised by storage."""
 
@@ -117,6 +136,7 @@ class Framework(Protocol):
 
     device_type: str
     streams: Streams | None  # None: memory whose work is synchronous
+    memory: DeviceMemory | None  # None: memory that nobody counts
     # Storages saved last that are held for their later views to be recognised by, while a group or the context runs. 0
     # where a weak reference keeps a storage's identity.
     keep_last_storages: int
@@ -181,6 +201,10 @@ class Framework(Protocol):
         """The framework's own wording of "modified by an inplace operation"."""
 
     # --- backward
+    def recomputes(self) -> bool:
+        """Whether the tensor being unpacked is an input of a checkpointed region, which runs again next. Called from
+        unpack's caller's frame, where there is ``memory``."""
+
     def make_view(self, storage: Storage, view: ViewMeta, witness: Witness) -> Tensor:
         """The view on the storage, on the witness's in-place counter."""
 

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from ebbtide.config import OffloadConfig, Resolved
-from ebbtide.framework import Bytes, Framework, Tensor
+from ebbtide.framework import Bytes, DeviceMemory, Framework, Tensor
 
 Module = Any
 # What a wrapper does: called with what is wrapped, and the arguments. Copied and pickled with the wrapper.
@@ -75,6 +75,8 @@ class HiddenWrapper:
 
 class Modules(Protocol):
     """Modules of one framework. Any thread may call; nothing here blocks."""
+
+    memory: DeviceMemory | None  # None: memory that nobody counts
 
     def resolve(self, config: OffloadConfig) -> tuple[Framework, Resolved]:
         """The framework for the configured device, and the options on this machine. Raises as ``offload`` does."""
@@ -172,6 +174,14 @@ class Modules(Protocol):
 
     def host_memory(self, nbytes: int) -> Bytes:
         """Memory of the host that is not page-locked. Raises MemoryError."""
+
+
+def name_of(function: Callable[..., Any], modules: Modules) -> str:
+    """For reports: the class of a module, also of the one whose method it is; else the function's own name."""
+    owner = getattr(function, "__self__", function)
+    if modules.is_module(owner):
+        return type(owner).__name__
+    return str(getattr(function, "__qualname__", type(function).__name__))
 
 
 def tensors_in(tree: object, modules: Modules) -> Iterator[Tensor]:

@@ -13,6 +13,7 @@ from ebbtide import process
 from ebbtide.config import OffloadConfig, Resolved
 from ebbtide.errors import UsageError
 from ebbtide.framework import Framework, Tensor
+from ebbtide.peaks import render_peaks
 from ebbtide.report import GroupTotals, Stats, metrics, render_report
 from ebbtide.saved import Kept, Saving, Ticket
 from ebbtide.session import Session
@@ -289,12 +290,13 @@ class Offload:
         return metrics(self.stats())
 
     def report(self) -> str:
-        """The statistics as a table."""
-        return render_report(
+        """The statistics as a table; below, which devices' peak sits where a checkpointed region is recomputed."""
+        table = render_report(
             self.stats(),
             f"ebbtide: {self._framework.device_type} to {self._resolved.tier}",
             self.group_stats(),
         )
+        return table + ("" if self._framework.memory is None else render_peaks())
 
     def synchronize(self) -> None:
         """Block until no copy of this object is running."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -13,7 +14,7 @@ from rich.table import Table
 
 from ebbtide.sizes import format_bytes
 
-__all__ = ["KEEP_REASONS", "GroupTotals", "Stats", "metrics", "render_report"]
+__all__ = ["KEEP_REASONS", "GroupTotals", "Stats", "metrics", "render_paragraph", "render_report"]
 
 # Why a tensor stayed on the device, and what the report says about it.
 KEEP_REASONS: Mapping[str, str] = {
@@ -172,6 +173,11 @@ def render_report(stats: Stats, title: str, groups: Sequence[GroupTotals] = ()) 
     if groups:
         tables.append(_groups_table(stats, groups))
     return "\n".join(_render(table) for table in tables)
+
+
+def render_paragraph(text: str) -> str:
+    """The text below a report, in lines as long as its own."""
+    return textwrap.fill(text, _WIDTH, subsequent_indent="  ") + "\n"
 
 
 def _totals_table(stats: Stats, title: str) -> Table:

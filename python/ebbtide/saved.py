@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from ebbtide._core import TicketHold
 from ebbtide.framework import Storage, StorageRef, Tensor, ViewMeta, Weak, Weights, Witness
+from ebbtide.peaks import Recomputation
 
 # What pack returns for a tensor that stays on the device: the tensor and its in-place counter at the save. A plain
 # tuple, because there is one for every small tensor and weight.
@@ -80,7 +81,20 @@ class Ticket:
     ``hold`` owns the engine's ticket; the last one of a storage owns its bytes.
     """
 
-    __slots__ = ("_session", "entry", "hold", "id", "original", "version", "view", "witness")
+    # ``peak``: where it is an input of a region that was recomputed.
+    __slots__ = (
+        "_session",
+        "entry",
+        "hold",
+        "id",
+        "original",
+        "peak",
+        "version",
+        "view",
+        "witness",
+    )
+
+    peak: Recomputation
 
     def __init__(
         self,

@@ -18,6 +18,7 @@ from ebbtide.config import Resolved
 from ebbtide.errors import DeviceError, InplaceModificationError
 from ebbtide.framework import Framework, Storage, Tensor, Witness
 from ebbtide.interrupts import noting_interrupts
+from ebbtide.peaks import Recomputation
 from ebbtide.policy import wants_offload
 from ebbtide.runs import Runs, label_of
 from ebbtide.saved import Kept, Saving, StorageEntry, Ticket
@@ -36,6 +37,7 @@ class Session:
         self._framework = framework
         self._use_saved_copy = options.on_inplace == "saved"
         self._min_bytes = options.min_bytes
+        self._memory = framework.memory
         self.transfers = Transfers(framework, options)
         self._engine = self.transfers.engine
         # What is asked for at every tensor: no more than there is to ask.
@@ -213,6 +215,8 @@ class Session:
                 raise InplaceModificationError(
                     framework.modified_text(saved.witness, saved.version, found)
                 )
+            if self._memory is not None and framework.recomputes():
+                saved.peak = Recomputation(self._memory)
             return framework.make_view(storage, saved.view, saved.witness)
         except Exception:
             raise

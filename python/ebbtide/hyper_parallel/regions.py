@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from ebbtide.framework import Tensor
-from ebbtide.modules import Modules
+from ebbtide.hyper_parallel.groups import current
+from ebbtide.modules import Modules, name_of
+from ebbtide.peaks import Recomputation
 
 
 class _Leaf:
@@ -92,7 +94,11 @@ class Region:
         kwargs: dict[str, Any],
         flatten: bool,
     ) -> None:
+        self._modules = modules
+        self._peak: Recomputation | None = None  # dropped with the region
         self._function = function
+        group = current.get()
+        self._group_name = None if group is None else group.group.name
         self.recomputing = False
         self._began = False
         self.hooks = modules.current_hooks()
@@ -108,11 +114,17 @@ class Region:
             args, kwargs = self.nested.filled(args) if original is None else original
             del original
         self.recomputing, self._began, self._served = self._began, True, 0
+        memory = self._modules.memory
+        if self.recomputing and memory is not None:
+            name = self._group_name or name_of(self._function, self._modules)
+            self._peak = Recomputation(memory, name)
         _here.regions.append(self)
         try:
             return self._function(*args, **kwargs)
         finally:
             _here.regions.pop()
+            if self._peak is not None:
+                self._peak.look()
 
     def next_excluded(self) -> Any:
         found = self.excluded[self._served]

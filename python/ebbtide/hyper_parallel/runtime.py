@@ -21,7 +21,7 @@ from ebbtide.config import OffloadConfig, Resolved, environment_name
 from ebbtide.errors import UsageError
 from ebbtide.framework import Framework, Tensor
 from ebbtide.hyper_parallel.groups import Current, GroupRun, Stage, current
-from ebbtide.modules import Modules, tensors_in
+from ebbtide.modules import Modules, name_of, tensors_in
 from ebbtide.offload import frees_nothing
 from ebbtide.saved import Kept, Saving, Ticket
 from ebbtide.session import Session
@@ -352,15 +352,8 @@ def saving(
     if function is not None:
         key = (id(owner), id(getattr(function, "__func__", function)), on_request)
     saved = Saving(0, swap.framework.weights(module), policy, inputs_only, on_request=on_request)
-    return Scope(swap, saved, (key,), _name_of(function, module), hooked)
-
-
-def _name_of(function: object, module: object) -> str:
-    if function is None:
-        return "async_save_on_cpu"
-    if module is not None:
-        return type(module).__name__
-    return str(getattr(function, "__qualname__", type(function).__name__))
+    name = "async_save_on_cpu" if function is None else name_of(function, modules)
+    return Scope(swap, saved, (key,), name, hooked)
 
 
 def live_sessions() -> list[tuple[Session, Framework, Resolved]]:

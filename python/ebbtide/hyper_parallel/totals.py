@@ -8,6 +8,7 @@ from typing import Any
 
 from ebbtide.hyper_parallel.runtime import live_sessions
 from ebbtide.offload import group_totals, totals
+from ebbtide.peaks import render_peaks
 from ebbtide.report import GroupTotals, Stats, render_report
 
 
@@ -40,7 +41,7 @@ def reset_stats() -> None:
 
 
 def report() -> str:
-    """The statistics as a table, with a second one of groups."""
+    """The statistics as a table, with a second one of groups; below, which devices' peak sits where a region is recomputed."""
     groups: dict[str, GroupTotals] = {}
     devices = set()
     for session, framework, options in live_sessions():
@@ -54,7 +55,7 @@ def report() -> str:
             }
             groups[group.name] = GroupTotals(group.name, **sums)
     title = f"ebbtide.hyper_parallel: {', '.join(sorted(devices)) or 'nothing moved'}"
-    return render_report(stats(), title, list(groups.values()))
+    return render_report(stats(), title, list(groups.values())) + render_peaks()
 
 
 def synchronize() -> None:

@@ -15,7 +15,7 @@ from mindspore.common.api import _pynative_executor
 
 from ebbtide._core import KeepReason
 from ebbtide.errors import UsageError
-from ebbtide.framework import StorageRef, Streams, ViewMeta, Weights
+from ebbtide.framework import DeviceMemory, StorageRef, Streams, ViewMeta, Weights
 from ebbtide.mindspore import passes
 from ebbtide.mindspore.blocks import repeated_blocks, watch
 from ebbtide.mindspore.counters import Counter, mark_of, plain_alias, version_of
@@ -33,6 +33,7 @@ class MindSporeFramework:
     """See :class:`ebbtide.framework.Framework`. One device type per object."""
 
     keep_last_storages = 8
+    memory: DeviceMemory | None = None
 
     def __init__(self, device_type: str, streams: Streams | None = None) -> None:
         self.device_type = device_type
@@ -147,6 +148,9 @@ class MindSporeFramework:
         )
 
     # --- backward
+
+    def recomputes(self) -> bool:
+        return False
 
     def make_view(self, storage: Held, view: ViewMeta, witness: Counter) -> Tensor:
         tensor = self._views.make(storage, view)

@@ -14,7 +14,7 @@ from mindspore.common.api import _pynative_executor
 
 from ebbtide.config import OffloadConfig, Resolved
 from ebbtide.errors import UsageError
-from ebbtide.framework import Framework
+from ebbtide.framework import DeviceMemory, Framework
 from ebbtide.mindspore import passes, resolve
 from ebbtide.modules import (
     Call,
@@ -112,6 +112,8 @@ _KINDS: dict[type, type[Wrapper]] = {
 
 class MindSporeModules:
     """See :class:`ebbtide.modules.Modules`. In PyNative mode; policies for operations are not available."""
+
+    memory: DeviceMemory | None = None
 
     def resolve(self, config: OffloadConfig) -> tuple[Framework, Resolved]:
         return resolve(config)

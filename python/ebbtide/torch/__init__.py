@@ -10,10 +10,12 @@ from ebbtide import process
 from ebbtide.config import OffloadConfig, Resolved
 from ebbtide.errors import UsageError
 from ebbtide.offload import Offload, Scope
+from ebbtide.peaks import Recomputation
 from ebbtide.policy import CheckpointPolicy
 from ebbtide.session import Session
 from ebbtide.torch.compiler import leave_alone, methods
 from ebbtide.torch.framework import TorchFramework
+from ebbtide.torch.memory import AcceleratorMemory
 from ebbtide.torch.streams import TorchStreams
 from ebbtide.transfers import Transfers
 
@@ -32,6 +34,8 @@ leave_alone(
         *methods(Transfers),
         *methods(TorchFramework),
         *methods(TorchStreams),
+        *methods(Recomputation),
+        *methods(AcceleratorMemory),
     )
 )
 

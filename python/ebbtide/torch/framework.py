@@ -14,8 +14,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ebbtide._core import KeepReason, Owned
 from ebbtide.errors import UsageError
-from ebbtide.framework import StorageRef, Streams, ViewMeta, Weights
+from ebbtide.framework import DeviceMemory, StorageRef, Streams, ViewMeta, Weights
 from ebbtide.torch.blocks import graph_task_id, repeated_blocks, watch
+from ebbtide.torch.memory import ACCELERATOR_MEMORY
 from ebbtide.torch.streams import TorchStreams
 from ebbtide.torch.unobserved import unobserved
 from ebbtide.torch.weights import ModelWeights, is_weight, is_weight_cast
@@ -49,6 +50,7 @@ class TorchFramework:
         self.device_type = device_type
         self._is_cpu = device_type == "cpu"
         self.streams: Streams | None = None if self._is_cpu else _streams(device_type)
+        self.memory: DeviceMemory | None = None if self._is_cpu else ACCELERATOR_MEMORY
         self._capturing = _capture_query(device_type)
         self._devices: set[torch.device] = set()  # of this type, seen so far
         self._where: dict[int, torch.device] = {}  # by index
@@ -251,6 +253,10 @@ class TorchFramework:
         )
 
     # --- backward
+
+    def recomputes(self) -> bool:
+        frame = sys._getframe(1).f_back
+        return frame is not None and frame.f_globals.get("__name__") == "torch.utils.checkpoint"
 
     @unobserved
     def make_view(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ebbtide.config import OffloadConfig, Resolved
-from ebbtide.framework import Framework
+from ebbtide.framework import DeviceMemory, Framework
 from ebbtide.hyper_parallel import runtime
 from ebbtide.modules import (
     Call,
@@ -25,6 +25,7 @@ from ebbtide.torch import recompute, resolve
 from ebbtide.torch.blocks import graph_task_id
 from ebbtide.torch.compiler import leave_alone
 from ebbtide.torch.framework import is_functorch_wrapped
+from ebbtide.torch.memory import ACCELERATOR_MEMORY
 from ebbtide.torch.selective import selective_contexts
 
 # torch's own tools (distributed checkpoints, FSDP) leave this name out of what they call things.
@@ -109,6 +110,8 @@ _KINDS: dict[type, type[Wrapper]] = {
 
 class TorchModules:
     """See :class:`ebbtide.modules.Modules`."""
+
+    memory: DeviceMemory | None = ACCELERATOR_MEMORY
 
     def resolve(self, config: OffloadConfig) -> tuple[Framework, Resolved]:
         return resolve(config)

@@ -12,7 +12,7 @@ from model_training import STEPS, Training, plain
 from support import DEVICE, assert_at_rest
 from torch import nn
 from torch_support import assert_same_bits
-from zoo import Size
+from zoo import Size, layers_of
 
 import ebbtide.hyper_parallel as hp
 
@@ -59,10 +59,6 @@ class Totals:
 
     stats = staticmethod(hp.stats)
     synchronize = staticmethod(hp.synchronize)
-
-
-def layers_of(model: nn.Module) -> nn.ModuleList:
-    return model.transformer.h if hasattr(model, "transformer") else model.model.layers
 
 
 def recomputed(training: Training, options: dict[str, Any]) -> nn.Module:

@@ -16,6 +16,9 @@ from torch.nn import functional as F
 Batch = dict[str, torch.Tensor]
 
 
+VOCABULARY = 97
+
+
 @dataclass(frozen=True)
 class Size:
     """Of a language model and its data."""
@@ -24,15 +27,16 @@ class Size:
     width: int = 32
     sequence: int = 24
     samples: int = 2
+    vocabulary: int = VOCABULARY
+    """Of which the data has the first 97."""
 
 
 SMALL = Size()
 LARGE = Size(layers=4, width=128, sequence=128, samples=4)
 
-VOCABULARY = 97
 HEADS = 4
 EXPERTS = 4
-_TOKENS = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+_TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ def make_gpt2(size: Size) -> nn.Module:
     t = _transformers()
     config = t.GPT2Config(
         **_TOKENS,
+        vocab_size=size.vocabulary,
         n_positions=size.sequence,
         n_embd=size.width,
         n_layer=size.layers,
@@ -69,6 +74,7 @@ def make_gpt2(size: Size) -> nn.Module:
 def _llama_like(size: Size) -> dict[str, Any]:
     return {
         **_TOKENS,
+        "vocab_size": size.vocabulary,
         "hidden_size": size.width,
         "intermediate_size": 2 * size.width,
         "num_hidden_layers": size.layers,
@@ -94,10 +100,15 @@ def make_mixtral(size: Size) -> nn.Module:
     return t.MixtralForCausalLM(config)
 
 
+def layers_of(decoder: nn.Module) -> nn.ModuleList:
+    """Of one of the models above."""
+    return decoder.transformer.h if hasattr(decoder, "transformer") else decoder.model.layers
+
+
 def make_bert(size: Size) -> nn.Module:
     t = _transformers()
     config = t.BertConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=size.vocabulary,
         hidden_size=size.width,
         intermediate_size=2 * size.width,
         num_hidden_layers=size.layers,
@@ -110,7 +121,7 @@ def make_bert(size: Size) -> nn.Module:
 def make_t5(size: Size) -> nn.Module:
     t = _transformers()
     config = t.T5Config(
-        vocab_size=VOCABULARY,
+        vocab_size=size.vocabulary,
         d_model=size.width,
         d_kv=size.width // HEADS,
         d_ff=2 * size.width,
