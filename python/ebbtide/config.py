@@ -1,48 +1,18 @@
-"""Options: what users may write, checked in one place, and what follows from it on a machine.
-
-``OffloadConfig`` holds what was asked for, ``Resolved`` what is used. Sizes are bytes everywhere.
-"""
+"""Options: what users may write, in code or in the environment, checked in one place. Sizes are bytes everywhere."""
 
 from __future__ import annotations
 
 import difflib
-import math
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
-from ebbtide.disk_directory import default_disk_directory, usable_directory
+from ebbtide import option_values
 from ebbtide.errors import UsageError
-from ebbtide.host_memory import default_max_host_bytes
 from ebbtide.sizes import SHOWN, parse_bytes
 
-__all__ = ["OffloadConfig", "Resolved", "environment_name"]
-
-_KIB = 1 << 10
-_MIB = 1 << 20
-_GIB = 1 << 30
-
-MIN_BYTES_HOST = 256 * _KIB
-MIN_BYTES_DISK = 64 * _KIB
-MIN_BYTES_PACKED = 64 * _KIB
-PACK_BELOW_BYTES = 400_000  # one copy call costs about as much as moving this over PCIe 5
-
-# Groups that stay on an accelerator, and that are loaded ahead, where nothing is said in bytes. For CPU tensors a group is
-# too much of the memory that is to be relieved.
-KEEP_LAST_GROUPS = 1
-PREFETCH_GROUPS = 1
-
-# With CPU tensors these amounts stand in the very memory that offload is to relieve: smaller ones.
-ACCELERATOR_KEEP_LAST_BYTES = 128 * _MIB
-CPU_KEEP_LAST_BYTES = 32 * _MIB
-ACCELERATOR_PREFETCH_BYTES = 256 * _MIB
-CPU_PREFETCH_BYTES = 64 * _MIB
-ACCELERATOR_IN_FLIGHT_BYTES = 1 * _GIB
-ACCELERATOR_IN_FLIGHT_DIVISOR = 10  # of device memory
-CPU_IN_FLIGHT_BYTES = 64 * _MIB
+__all__ = ["OffloadConfig", "environment_name"]
 
 
 def environment_name(field: str) -> str | None:
@@ -55,7 +25,8 @@ Size = int | str
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
-    """What the user asked for. None means the default, which ``resolve`` takes from the machine.
+    """What the user asked for. None means the default, which
+    ``Resolved.from_config`` takes from the machine.
 
     Made by ``OffloadConfig(...)``, from arguments alone, or by ``OffloadConfig.from_options``, from
     arguments and the environment. Either way every value is checked; sizes are then ints and
@@ -174,213 +145,26 @@ class OffloadConfig:
             )
         return config
 
-    def resolve(self, device_type: str, accelerator: bool, total_device_bytes: int = 0) -> Resolved:
-        """What is used on this machine, with every default filled in.
-
-        Reads the state of the machine: free memory, control groups, mounts. Writes nothing.
-
-        Args:
-            device_type: whose tensors are offloaded, as the framework names it.
-            accelerator: whether that device has memory of its own, apart from the host's.
-            total_device_bytes: that memory in bytes; 0 where it is not known.
-
-        Raises:
-            UsageError: the disk directory cannot be used, or no default one was found.
-        """
-        to = self.to if self.to is not None else "host" if accelerator else "disk"
-        directory: Path | None = None
-        if to == "disk":
-            directory = default_disk_directory(self.allow_tmpfs)
-        elif to != "host":
-            directory = usable_directory(Path(to), self.allow_tmpfs)
-
-        in_flight_bytes = CPU_IN_FLIGHT_BYTES
-        if accelerator:
-            in_flight_bytes = ACCELERATOR_IN_FLIGHT_BYTES
-            if total_device_bytes > 0:
-                share = total_device_bytes // ACCELERATOR_IN_FLIGHT_DIVISOR
-                in_flight_bytes = min(in_flight_bytes, share)
-
-        min_bytes = MIN_BYTES_HOST
-        if directory is not None:
-            min_bytes = MIN_BYTES_DISK
-        elif self.group_swap:
-            min_bytes = MIN_BYTES_PACKED
-
-        def nbytes(field: str, default: int) -> int:
-            value = getattr(self, field)
-            return default if value is None else int(value)
-
-        def groups(what: str, default: int) -> int | None:
-            if getattr(self, f"{what}_bytes") is not None:
-                return None
-            value: int | None = getattr(self, f"{what}_groups")
-            return value if value is not None or not accelerator else default
-
-        return Resolved(
-            device_type=device_type,
-            tier="host" if directory is None else "disk",
-            directory=directory,
-            min_bytes=nbytes("min_bytes", min_bytes),
-            keep_last_bytes=nbytes(
-                "keep_last_bytes",
-                ACCELERATOR_KEEP_LAST_BYTES if accelerator else CPU_KEEP_LAST_BYTES,
-            ),
-            keep_last_groups=groups("keep_last", KEEP_LAST_GROUPS),
-            prefetch_bytes=nbytes(
-                "prefetch_bytes", ACCELERATOR_PREFETCH_BYTES if accelerator else CPU_PREFETCH_BYTES
-            ),
-            prefetch_groups=groups("prefetch", PREFETCH_GROUPS),
-            in_flight_bytes=nbytes("in_flight_bytes", in_flight_bytes),
-            max_host_bytes=default_max_host_bytes()
-            if self.max_host_bytes is None
-            else nbytes("max_host_bytes", 0),
-            max_disk_bytes=None if self.max_disk_bytes is None else nbytes("max_disk_bytes", 0),
-            group_swap=self.group_swap,
-            pack_below_bytes=PACK_BELOW_BYTES if self.group_swap else 0,
-            allow_tmpfs=self.allow_tmpfs,
-            on_inplace=self.on_inplace,
-            only=self.only,
-            tune_malloc=self.tune_malloc,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Resolved:
-    """What is used: an ``OffloadConfig`` on a machine. Sizes are bytes."""
-
-    device_type: str
-    tier: str
-    """``"host"`` or ``"disk"``; from an accelerator, the disk stands behind host memory."""
-    directory: Path | None
-    """Where the disk tier is; None with tier ``"host"``."""
-    min_bytes: int
-    keep_last_bytes: int
-    """With ``keep_last_groups``: only until a group has begun."""
-    keep_last_groups: int | None
-    """None: bytes alone decide."""
-    prefetch_bytes: int
-    """With ``prefetch_groups``: only outside groups, where more may be loaded, up to forward's peak."""
-    prefetch_groups: int | None
-    """None: bytes alone decide."""
-    in_flight_bytes: int
-    max_host_bytes: int
-    max_disk_bytes: int | None
-    """None: no cap."""
-    group_swap: bool
-    pack_below_bytes: int
-    """Storages with less to copy cross in packs; 0: none do."""
-    allow_tmpfs: bool
-    on_inplace: str
-    only: str
-    tune_malloc: bool
-
-
-# --- checks of single values: (value as given, place) -> value as kept
-
-
-def _parse_to(value: object, place: str) -> str | Path:
-    if isinstance(value, str):
-        word = value.strip().lower()
-        if word in ("host", "cpu"):
-            return "host"
-        if word in ("disk", "nvme"):
-            return "disk"
-    path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
-    if isinstance(path, str) and path.strip():
-        expanded = os.path.expanduser(path)
-        is_path = os.sep in expanded or (os.altsep is not None and os.altsep in expanded)
-        if is_path or os.path.isdir(expanded):
-            return Path(os.path.abspath(expanded))
-    raise UsageError(
-        f'[{place}] {SHOWN.repr(value)} is no tier: give "host" (or "cpu"), "disk" (or "nvme"), '
-        'or a directory on a disk: an existing one, or a path with a separator such as "./spill"'
-    )
-
-
-def _parse_device(value: object, place: str) -> str:
-    # Frameworks' own device objects print as their names do.
-    named = isinstance(value, str) or isinstance(getattr(value, "type", None), str)
-    text = str(value).strip() if named else ""
-    if not re.fullmatch(r"[A-Za-z_]\w*(:\d+)?", text, re.ASCII):
-        raise UsageError(
-            f"[{place}] {SHOWN.repr(value)} is no device: "
-            'give a name such as "cuda", "npu:1" or "cpu"'
-        )
-    return text
-
-
-def _parse_count(value: object, place: str) -> int:
-    number: object = value
-    if isinstance(value, str) and value.strip().isdecimal():
-        number = int(value)
-    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-        raise UsageError(f"[{place}] {SHOWN.repr(value)} is no count: give a whole number from 0")
-    return number
-
-
-def _parse_ratio(value: object, place: str) -> float:
-    number = math.nan
-    if isinstance(value, (int, float, str)) and not isinstance(value, bool):
-        try:
-            number = float(value)
-        except (ValueError, OverflowError):
-            pass
-    if not math.isfinite(number) or number < 0:
-        raise UsageError(f"[{place}] {SHOWN.repr(value)} is no ratio: give a number such as 1.1")
-    return number
-
-
-def _parse_bool(value: object, place: str) -> bool:
-    if isinstance(value, bool):
-        return value
-    word = value.strip().lower() if isinstance(value, str) else ""
-    if word in ("1", "true", "yes", "on"):
-        return True
-    if word in ("0", "false", "no", "off"):
-        return False
-    raise UsageError(f"[{place}] {SHOWN.repr(value)} is no boolean: give True or False")
-
-
-def _parse_choice(*choices: str) -> Callable[[object, str], str]:
-    def parse(value: object, place: str) -> str:
-        word = value.strip().lower() if isinstance(value, str) else None
-        if word not in choices:
-            allowed = " or ".join(f'"{choice}"' for choice in choices)
-            raise UsageError(f"[{place}] {SHOWN.repr(value)} is not known: give {allowed}")
-        return word
-
-    return parse
-
-
-def _parse_policy(value: object, place: str) -> Callable[[Any], object]:
-    if not callable(value):
-        raise UsageError(
-            f"[{place}] {SHOWN.repr(value)} cannot be called: "
-            "give a function that takes a tensor and returns a CheckpointPolicy"
-        )
-    return value
-
 
 _CHECKS: Mapping[str, Callable[[object, str], object]] = {
-    "to": _parse_to,
-    "device": _parse_device,
+    "to": option_values.parse_to,
+    "device": option_values.parse_device,
     "min_bytes": parse_bytes,
     "keep_last_bytes": parse_bytes,
-    "keep_last_groups": _parse_count,
+    "keep_last_groups": option_values.parse_count,
     "prefetch_bytes": parse_bytes,
-    "prefetch_groups": _parse_count,
+    "prefetch_groups": option_values.parse_count,
     "in_flight_bytes": parse_bytes,
     "max_host_bytes": parse_bytes,
-    "group_swap": _parse_bool,
-    "policy": _parse_policy,
-    "only": _parse_choice("saved", "layer_inputs"),
-    "on_inplace": _parse_choice("error", "saved"),
-    "allow_tmpfs": _parse_bool,
+    "group_swap": option_values.parse_bool,
+    "policy": option_values.parse_policy,
+    "only": option_values.parse_choice("saved", "layer_inputs"),
+    "on_inplace": option_values.parse_choice("error", "saved"),
+    "allow_tmpfs": option_values.parse_bool,
     "max_device_memory": parse_bytes,
-    "max_slowdown": _parse_ratio,
+    "max_slowdown": option_values.parse_ratio,
     "max_disk_bytes": parse_bytes,
-    "tune_malloc": _parse_bool,
+    "tune_malloc": option_values.parse_bool,
 }
 
 # Two ways to say one thing.

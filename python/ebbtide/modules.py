@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from ebbtide.config import OffloadConfig, Resolved
+from ebbtide.config import OffloadConfig
 from ebbtide.framework import Bytes, DeviceMemory, Framework, Tensor
+from ebbtide.resolved import Resolved
 
 Module = Any
 # What a wrapper does: called with what is wrapped, and the arguments. Copied and pickled with the wrapper.

@@ -10,11 +10,12 @@ from types import TracebackType
 from typing import Any
 
 from ebbtide import process
-from ebbtide.config import OffloadConfig, Resolved
+from ebbtide.config import OffloadConfig
 from ebbtide.errors import UsageError
 from ebbtide.framework import Framework, Tensor
 from ebbtide.peaks import render_peaks
 from ebbtide.report import GroupTotals, Stats, metrics, render_report
+from ebbtide.resolved import Resolved
 from ebbtide.saved import Kept, Saving, Ticket
 from ebbtide.session import Session
 from ebbtide.sizes import SHOWN

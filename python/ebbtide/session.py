@@ -14,12 +14,12 @@ import weakref
 
 from ebbtide import _core, process
 from ebbtide._core import KeepReason, RestoreOutcome
-from ebbtide.config import Resolved
 from ebbtide.errors import DeviceError, InplaceModificationError
 from ebbtide.framework import Framework, Storage, Tensor, Witness
 from ebbtide.interrupts import noting_interrupts
 from ebbtide.peaks import Recomputation
 from ebbtide.policy import wants_offload
+from ebbtide.resolved import Resolved
 from ebbtide.runs import Runs, label_of
 from ebbtide.saved import Kept, Saving, StorageEntry, Ticket
 from ebbtide.sizes import format_bytes

@@ -7,9 +7,9 @@ import warnings
 from typing import Literal
 
 from ebbtide import _core, process
-from ebbtide.config import Resolved
 from ebbtide.framework import Framework
 from ebbtide.pinned_pool import PinnedPool
+from ebbtide.resolved import Resolved
 from ebbtide.sizes import format_bytes
 
 _NO_LIMIT = (1 << 64) - 1

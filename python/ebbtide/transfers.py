@@ -15,10 +15,10 @@ from typing import Any
 
 from ebbtide import _core, process
 from ebbtide._core import CommandKind, Hop
-from ebbtide.config import Resolved
 from ebbtide.errors import EbbtideError
 from ebbtide.failures import Failures
 from ebbtide.framework import Framework, Storage
+from ebbtide.resolved import Resolved
 from ebbtide.saved import StorageEntry
 from ebbtide.tiers import Tiers
 

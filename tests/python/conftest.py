@@ -66,6 +66,13 @@ def pytest_report_header() -> str:
     return f"{_left_out}, {', '.join(collect_ignore_glob)} are left out"
 
 
+@pytest.fixture
+def without_options_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith("EBBTIDE_"):
+            monkeypatch.delenv(name)
+
+
 @pytest.fixture(autouse=True)
 def one_framework() -> Iterator[None]:
     yield

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch._dynamo  # layer_norm's first call would import it, and frames of the import hold what that call holds
 from saved_bytes import SavedBytes, SavedStorage, extent, union_bytes
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -21,6 +21,7 @@ from ebbtide.demo.settings import FRAMEWORKS, MODES, Settings
 from ebbtide.demo.table import explain, render
 from ebbtide.demo.training import HEAD_WIDTH, Result
 from ebbtide.errors import UsageError
+from ebbtide.resolved import Resolved
 
 __all__ = ["add_to"]
 
@@ -152,7 +153,9 @@ def _check(settings: Settings, modes: Sequence[str], output: Path | None) -> Pat
         raise UsageError(f"[demo] --width {settings.width}: give a multiple of {HEAD_WIDTH}")
     if output is not None and not output.absolute().parent.is_dir():
         raise UsageError(f"[demo] --json {output}: its directory does not exist: create it")
-    return OffloadConfig.from_options(to=settings.to).resolve("cpu", accelerator=False).directory
+    return Resolved.from_config(
+        OffloadConfig.from_options(to=settings.to), "cpu", accelerator=False
+    ).directory
 
 
 def _train_all(modes: Sequence[str], settings: Settings, console: Console) -> list[Result]:

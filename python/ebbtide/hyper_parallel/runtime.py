@@ -17,12 +17,13 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
-from ebbtide.config import OffloadConfig, Resolved, environment_name
+from ebbtide.config import OffloadConfig, environment_name
 from ebbtide.errors import UsageError
 from ebbtide.framework import Framework, Tensor
 from ebbtide.hyper_parallel.groups import Current, GroupRun, Stage, current
 from ebbtide.modules import Modules, name_of, tensors_in
 from ebbtide.offload import frees_nothing
+from ebbtide.resolved import Resolved
 from ebbtide.saved import Kept, Saving, Ticket
 from ebbtide.session import Session
 from ebbtide.sizes import SHOWN

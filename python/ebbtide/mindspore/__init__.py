@@ -8,12 +8,13 @@ from typing import Any
 import mindspore
 
 from ebbtide import process
-from ebbtide.config import OffloadConfig, Resolved
+from ebbtide.config import OffloadConfig
 from ebbtide.errors import UsageError
 from ebbtide.mindspore.framework import MindSporeFramework
 from ebbtide.mindspore.streams import MindSporeStreams
 from ebbtide.offload import Offload
 from ebbtide.policy import CheckpointPolicy
+from ebbtide.resolved import Resolved
 
 __all__ = ["CheckpointPolicy", "Offload", "OffloadConfig", "offload", "trim"]
 
@@ -45,7 +46,7 @@ def resolve(config: OffloadConfig) -> tuple[MindSporeFramework, Resolved]:
     """The device that the configuration is about, and its options on this machine. Raises as ``offload`` does."""
     device_type = _device_type(config.device)
     on_accelerator = device_type != "cpu"
-    resolved = config.resolve(device_type, on_accelerator, 0)
+    resolved = Resolved.from_config(config, device_type, on_accelerator, 0)
     if not on_accelerator and resolved.tune_malloc:
         process.fix_malloc_threshold()
     streams = _streams(device_type) if on_accelerator else None

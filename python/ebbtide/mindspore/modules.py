@@ -12,7 +12,7 @@ import numpy as np
 from mindspore import Tensor, nn
 from mindspore.common.api import _pynative_executor
 
-from ebbtide.config import OffloadConfig, Resolved
+from ebbtide.config import OffloadConfig
 from ebbtide.errors import UsageError
 from ebbtide.framework import DeviceMemory, Framework
 from ebbtide.mindspore import passes, resolve
@@ -24,6 +24,7 @@ from ebbtide.modules import (
     SwapWrapper,
     renamed,
 )
+from ebbtide.resolved import Resolved
 
 _WRAPPED = "_wrapped_cell"
 

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from ebbtide import process
-from ebbtide.config import OffloadConfig, Resolved
+from ebbtide.config import OffloadConfig
 from ebbtide.errors import UsageError
 from ebbtide.offload import Offload, Scope
 from ebbtide.peaks import Recomputation
 from ebbtide.policy import CheckpointPolicy
+from ebbtide.resolved import Resolved
 from ebbtide.session import Session
 from ebbtide.torch.compiler import leave_alone, methods
 from ebbtide.torch.framework import TorchFramework
@@ -67,7 +68,7 @@ def resolve(config: OffloadConfig) -> tuple[TorchFramework, Resolved]:
     device_type = _device_type(config.device)
     on_accelerator = device_type != "cpu"
     total_bytes = _device_bytes(device_type) if on_accelerator else 0
-    resolved = config.resolve(device_type, on_accelerator, total_bytes)
+    resolved = Resolved.from_config(config, device_type, on_accelerator, total_bytes)
     if not on_accelerator and resolved.tune_malloc:
         process.fix_malloc_threshold()
     return TorchFramework(device_type), resolved

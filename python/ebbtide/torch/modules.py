@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ebbtide.config import OffloadConfig, Resolved
+from ebbtide.config import OffloadConfig
 from ebbtide.framework import DeviceMemory, Framework
 from ebbtide.hyper_parallel import runtime
 from ebbtide.modules import (
@@ -21,6 +21,7 @@ from ebbtide.modules import (
     renamed,
     tensors_in,
 )
+from ebbtide.resolved import Resolved
 from ebbtide.torch import recompute, resolve
 from ebbtide.torch.blocks import graph_task_id
 from ebbtide.torch.compiler import leave_alone

@@ -32,6 +32,7 @@ from training import WIDTH, make_input, make_model  # noqa: E402
 
 import ebbtide.hyper_parallel as hp  # noqa: E402
 from ebbtide import OffloadConfig  # noqa: E402
+from ebbtide.resolved import Resolved  # noqa: E402
 
 RANKS = 2
 MICRO_BATCHES = 4
@@ -123,9 +124,9 @@ def run_case(case: str, rank: int, directory: Path) -> None:
 def host_share() -> float:
     """This rank's default cap on host memory as a part of what one process alone would have."""
     config = OffloadConfig.from_options(to="host")
-    share = config.resolve("cpu", False).max_host_bytes
+    share = Resolved.from_config(config, "cpu", False).max_host_bytes
     ranks = os.environ.pop("LOCAL_WORLD_SIZE")
-    alone = config.resolve("cpu", False).max_host_bytes
+    alone = Resolved.from_config(config, "cpu", False).max_host_bytes
     os.environ["LOCAL_WORLD_SIZE"] = ranks
     return share / alone
 

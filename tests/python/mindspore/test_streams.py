@@ -14,6 +14,7 @@ from mindspore import Tensor, nn, ops
 from ebbtide.config import OffloadConfig
 from ebbtide.mindspore.framework import MindSporeFramework
 from ebbtide.offload import Offload
+from ebbtide.resolved import Resolved
 
 streams = standin_runtime.StandInStreams(sys.modules[standin_runtime.__name__])
 
@@ -40,7 +41,7 @@ class Net(nn.Cell):
 
 def offload(net, **options):
     config = OffloadConfig(**{"min_bytes": 0, "to": "host", **options})
-    resolved = config.resolve("cpu", True, 0)
+    resolved = Resolved.from_config(config, "cpu", True, 0)
     return Offload(MindSporeFramework("cpu", streams), config, resolved, net)
 
 

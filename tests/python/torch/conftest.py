@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from support import DEVICE, no_garbage_collector
+from support import DEVICE, assert_at_rest, no_garbage_collector
 from torch_support import assert_no_races, load_test_device
 
 # What is the same on every device. The others are about memory of the CPU, files under it, compilers and processes.
@@ -20,6 +21,8 @@ _ON_ANY_DEVICE = {
         "exceptions",
         "interrupts",
         "selective",
+        "selective_regions",
+        "selective_writes",
         "several_forwards",
         "threads",
         "transforms",
@@ -46,3 +49,13 @@ def device(request: pytest.FixtureRequest) -> Iterator[None]:
 def without_garbage_collector() -> Iterator[None]:
     with no_garbage_collector():
         yield
+
+
+@pytest.fixture
+def swaps() -> Iterator[Any]:
+    """Where selective checkpointing sends results to; it must be at rest at the end."""
+    from selective_regions import Swaps
+
+    found = Swaps()
+    yield found
+    assert_at_rest(found.tide)
