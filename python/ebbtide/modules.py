@@ -113,6 +113,10 @@ class Modules(Protocol):
     def capturing(self) -> bool:
         """Whether a compiler traces this call."""
 
+    def break_graph(self, place: str) -> None:
+        """Where a compiler traces the call, ends its graph here: what comes next runs as plain Python. Where it may not
+        end, the compiler's error names ``place`` and what to do."""
+
     # --- recomputation
 
     @property

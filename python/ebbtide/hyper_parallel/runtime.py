@@ -330,6 +330,7 @@ def saving(
     inputs_only: bool = False,
     on_request: bool = False,
     hooked: bool = True,
+    name: str = "",
     group_swap: bool = False,
     cpu_pool: PinnedMemoryPool | None = None,
 ) -> Scope:
@@ -342,6 +343,7 @@ def saving(
         inputs_only: only the inputs of checkpointed regions are offloaded.
         on_request: of the current group's run, only what is requested leaves.
         hooked: see ``Scope``.
+        name: of its group, where no other is current; default: what ``function`` tells.
     """
     modules = modules or modules_for(function, args, kwargs)
     swap = session_for(modules, group_swap=group_swap, cpu_pool=cpu_pool)
@@ -352,12 +354,10 @@ def saving(
     if function is not None:
         key = (id(owner), id(getattr(function, "__func__", function)), on_request)
     saved = Saving(0, swap.framework.weights(module), policy, inputs_only, on_request=on_request)
-    return Scope(swap, saved, (key,), _name_of(function, module), hooked)
+    return Scope(swap, saved, (key,), name or _name_of(function, module), hooked)
 
 
 def _name_of(function: object, module: object) -> str:
-    if function is None:
-        return "async_save_on_cpu"
     if module is not None:
         return type(module).__name__
     return str(getattr(function, "__qualname__", type(function).__name__))

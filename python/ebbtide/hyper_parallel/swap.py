@@ -43,7 +43,8 @@ def swap(
         cpu_pool: the cap on host memory; default: that of ``ebbtide.OffloadConfig``.
 
     With a current group (``SwapManager``) its schedule says when; otherwise copies start by themselves. Nothing is done
-    where autograd records nothing, nor for what backward recomputes.
+    where autograd records nothing, nor for what backward recomputes. In compiled code the graph ends here, and what the
+    function runs is compiled for itself; with ``fullgraph=True`` the compiler raises.
 
     Raises PolicyError (a RuntimeError) for another answer of the policy, else what the function raises.
     """
@@ -84,6 +85,7 @@ class _Swapped:
         modules = modules_for(wrapped, args, kwargs)
         if not modules.records():
             return wrapped(*args, **kwargs)
+        modules.break_graph("swap")
         scope = saving(
             wrapped,
             modules=modules,
@@ -142,7 +144,7 @@ def swap_tensor_wrapper(
         named = "" if tag is None else f" {tag!r}"
         warnings.warn(
             f"[swap_tensor_wrapper]{named} no group is current: link the layers with "
-            "SwapManager().set_forward_prefetch_layer(first, second)",
+            "SwapManager().set_forward_prefetch_layer(first, second), and call them outside of compiled code",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -167,5 +169,9 @@ def async_save_on_cpu(
 
     Only tensors whose type or base says so are known to be parameters.
     """
-    with saving(None, policy=_checked(policy_fn), group_swap=group_swap, cpu_pool=cpu_pool):
+    modules = modules_for()
+    modules.break_graph("async_save_on_cpu")
+    swaps: dict[str, Any] = {"group_swap": group_swap, "cpu_pool": cpu_pool}
+    policy = _checked(policy_fn)
+    with saving(None, modules=modules, policy=policy, name="async_save_on_cpu", **swaps):
         yield

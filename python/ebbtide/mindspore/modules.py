@@ -191,6 +191,9 @@ class MindSporeModules:
     def capturing(self) -> bool:
         return bool(mindspore.get_context("mode") == mindspore.GRAPH_MODE)
 
+    def break_graph(self, place: str) -> None:
+        pass  # hooks say so themselves
+
     # --- recomputation
 
     checkpoint_options: frozenset[str] = frozenset()
