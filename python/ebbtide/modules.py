@@ -193,6 +193,14 @@ def tensors_in(tree: object, modules: Modules) -> Iterator[Tensor]:
             yield from tensors_in(getattr(tree, field.name, None), modules)
 
 
+def name_of(function: object, modules: Modules) -> str:
+    """What a module, or the module of a bound method, or another callable goes by in reports and errors."""
+    owner = getattr(function, "__self__", function)
+    if modules.is_module(owner):
+        return type(owner).__name__
+    return str(getattr(function, "__qualname__", type(function).__name__))
+
+
 def renamed(names: dict[str, Any], prefix: str, new_prefix: str) -> None:
     """Gives what begins with ``prefix`` another beginning, in place and in the same order."""
     for name in list(names):

@@ -164,8 +164,9 @@ def create_selective_checkpoint_contexts(
         policy_fn_or_list: called for each operation in forward, once, with a context (``is_recompute``, which is False,
             and ``op_output``), the operation and its arguments; answers a member of CheckpointPolicy, or a bool: True
             saves. Members of other enums count by name. Or a list of operations: those are saved.
-        allow_cache_entry_mutation: results that are written to in place after they were saved are handed out as they
-            then are. Offloaded ones cannot be written to.
+        allow_cache_entry_mutation: saved results that are written to in place afterwards are handed out as they then
+            are, as in torch. Without effect on offloaded ones: there is one copy, of what was saved, so backward raises
+            either way. Answer MUST_SAVE for results that are written to.
 
     Saved results stay on the device, in whatever memory they share; offloaded ones leave it when nobody else holds them,
     each storage once. Operations whose results are kept do not run again, except that random ones do where others are

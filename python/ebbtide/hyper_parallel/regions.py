@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ebbtide.framework import Tensor
-from ebbtide.modules import Modules
+from ebbtide.modules import Modules, name_of
 
 
 class _Leaf:
@@ -93,6 +93,7 @@ class Region:
         flatten: bool,
     ) -> None:
         self._function = function
+        self._modules = modules
         self.recomputing = False
         self._began = False
         self.hooks = modules.current_hooks()
@@ -113,6 +114,10 @@ class Region:
             return self._function(*args, **kwargs)
         finally:
             _here.regions.pop()
+
+    @property
+    def name(self) -> str:
+        return name_of(self._function, self._modules)
 
     def next_excluded(self) -> Any:
         found = self.excluded[self._served]

@@ -21,7 +21,7 @@ from ebbtide.config import OffloadConfig, Resolved, environment_name
 from ebbtide.errors import UsageError
 from ebbtide.framework import Framework, Tensor
 from ebbtide.hyper_parallel.groups import Current, GroupRun, Stage, current
-from ebbtide.modules import Modules, tensors_in
+from ebbtide.modules import Modules, name_of, tensors_in
 from ebbtide.offload import frees_nothing
 from ebbtide.saved import Kept, Saving, Ticket
 from ebbtide.session import Session
@@ -182,6 +182,23 @@ def session_for(
     return found
 
 
+class _Entered(threading.local):
+    scopes = 0  # with hooks
+
+
+_entered = _Entered()
+
+
+def hooks_now() -> list[Any]:
+    """The saved-tensor hooks that this thread has entered last, where the loaded frameworks tell."""
+    return [_modules_of(name).current_hooks() for name in _FRAMEWORKS if name in sys.modules]
+
+
+def saves_through_scope() -> bool:
+    """Whether this thread is in a scope with hooks."""
+    return _entered.scopes > 0
+
+
 class Unpack:
     """What the graph holds: takes what ``Scope.pack`` returned. It keeps the runs alive that were saved in."""
 
@@ -241,6 +258,7 @@ class Scope:
                 hooks = framework.saved_tensor_hooks(self.pack, self.unpack)
                 hooks.__enter__()
                 self._hooks = hooks
+                _entered.scopes += 1
         except BaseException:
             self._end()
             raise
@@ -265,6 +283,7 @@ class Scope:
     ) -> None:
         try:
             if self._hooks is not None:
+                _entered.scopes -= 1
                 self._hooks.__exit__(None, None, None)
         finally:
             self._end()
@@ -354,13 +373,7 @@ def saving(
     if function is not None:
         key = (id(owner), id(getattr(function, "__func__", function)), on_request)
     saved = Saving(0, swap.framework.weights(module), policy, inputs_only, on_request=on_request)
-    return Scope(swap, saved, (key,), name or _name_of(function, module), hooked)
-
-
-def _name_of(function: object, module: object) -> str:
-    if module is not None:
-        return type(module).__name__
-    return str(getattr(function, "__qualname__", type(function).__name__))
+    return Scope(swap, saved, (key,), name or name_of(function, modules), hooked)
 
 
 def live_sessions() -> list[tuple[Session, Framework, Resolved]]:

@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 
 from ebbtide.errors import UsageError
 from ebbtide.framework import Tensor
-from ebbtide.hyper_parallel.groups import Joins, current
+from ebbtide.hyper_parallel.groups import current
+from ebbtide.hyper_parallel.naming import name_in_group
 from ebbtide.hyper_parallel.pool import PinnedMemoryPool
-from ebbtide.hyper_parallel.runtime import modules_for, modules_to_wrap, saving, session_for
-from ebbtide.modules import CheckpointWrapper, Module, Modules, SwapWrapper, tensors_in
+from ebbtide.hyper_parallel.runtime import modules_for, modules_to_wrap, saving
+from ebbtide.modules import CheckpointWrapper, Module, Modules, SwapWrapper
 from ebbtide.policy import CheckpointPolicy, shown_answer
 
 PolicyFn = Callable[[Tensor], Any]
@@ -133,8 +134,9 @@ def swap_tensor_wrapper(
     """Names tensors, in any nested structure, that are to leave with the current group; returns ``target`` itself.
 
     For use in the forward of a layer of a chain (``SwapManager.set_forward_prefetch_layer``): their storages leave the
-    device after the layer, and come back ahead of its backward. Other tensors that the layer saves stay. In the last
-    layer of a chain nothing leaves; without a current group nothing happens but a warning. ``tag`` shows in that.
+    device after the layer, and come back ahead of its backward. Or in ``SwapManager.group_context``, whose calls say when.
+    Other tensors that are saved there outside of wrappers stay. In the last layer of a chain nothing leaves; without a
+    current group nothing happens but a warning. ``tag`` shows in that.
     """
     modules = modules_for(target)
     if modules.in_backward() or not modules.records():
@@ -151,11 +153,7 @@ def swap_tensor_wrapper(
         return target
     if now.group.is_last():
         return target
-    swap_session = session_for(modules, group_swap=group_swap, cpu_pool=cpu_pool)
-    now.joins = Joins(group_swap, cpu_pool)
-    if now.scope is not None:
-        now.scope.request(swap_session)
-    now.run().request(tensors_in(target, modules), swap_session.session)
+    name_in_group("swap_tensor_wrapper", now, target, modules, group_swap, cpu_pool)
     return target
 
 
