@@ -44,7 +44,8 @@ void bind_verdicts(nb::module_& m) {
       .value("UNSUPPORTED", KeepReason::kUnsupported)
       .value("DEVICE", KeepReason::kDevice)
       .value("BUDGET", KeepReason::kBudget)
-      .value("HOST_FULL", KeepReason::kTierFull)
+      .value("HOST_FULL", KeepReason::kHostFull)
+      .value("DISK_FULL", KeepReason::kDiskFull)
       .value("CAPTURE", KeepReason::kCapture);
   nb::class_<RunState>(m, "RunState")
       .def_ro("scheduled", &RunState::scheduled)
@@ -210,6 +211,9 @@ void bind_engine(nb::module_& m) {
           nb::arg("running"))
       .def(
           "knows", [](const Engine& engine, std::uint64_t storage) { return engine.knows(StorageId{storage}); },
+          nb::arg("storage"))
+      .def(
+          "label_of", [](const Engine& engine, std::uint64_t storage) { return engine.label_of(StorageId{storage}); },
           nb::arg("storage"))
       .def(
           "running", [](const Engine& engine, std::uint64_t copy) { return engine.running(CopyId{copy}); },

@@ -168,6 +168,8 @@ class Engine {
   [[nodiscard]] Commands recover(const std::vector<CopyId>& running);
 
   [[nodiscard]] bool knows(StorageId storage) const;
+  // Of the group that the storage was saved in first; 0: none, or the storage is not known.
+  [[nodiscard]] std::size_t label_of(StorageId storage) const;
   // Whether the copy was asked for and not reported yet.
   [[nodiscard]] bool running(CopyId copy) const;
 
@@ -333,6 +335,7 @@ class Engine {
   bool growth_refused_ = false;  // until the next epoch
   bool room_changed_ = false;
   bool backing_failed_ = false;  // until the next epoch
+  bool backing_full_ = false;    // it refused a parcel last
   std::uint64_t spilling_bytes_ = 0;
   // Leased entries by the identity of their storage: one storage may be saved in several epochs.
   std::unordered_map<std::uint64_t, std::uint64_t> leases_;

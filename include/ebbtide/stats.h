@@ -8,7 +8,7 @@
 
 namespace ebbtide {
 
-// Why a saved tensor (kLast, kTierFull: a storage) stayed on the device.
+// Why a saved tensor (kLast, kHostFull, kDiskFull: a storage) stayed on the device.
 enum class KeepReason : std::uint8_t {
   kParameter,
   kParameterCast,
@@ -18,12 +18,13 @@ enum class KeepReason : std::uint8_t {
   kUnsupported,
   kDevice,
   kBudget,
-  kTierFull,
+  kHostFull,
+  kDiskFull,  // its limit, no space left, or it failed
   kCapture,
 };
-inline constexpr std::array<std::string_view, 10> kKeepReasonNames = {"parameter", "parameter_cast", "small",  "policy",
+inline constexpr std::array<std::string_view, 11> kKeepReasonNames = {"parameter", "parameter_cast", "small",  "policy",
                                                                       "last",      "unsupported",    "device", "budget",
-                                                                      "host_full", "capture"};
+                                                                      "host_full", "disk_full",      "capture"};
 
 struct Stats {
   std::uint64_t saved_tensors = 0;

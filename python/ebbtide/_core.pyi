@@ -246,7 +246,9 @@ class KeepReason(enum.Enum):
 
     HOST_FULL = 8
 
-    CAPTURE = 9
+    DISK_FULL = 9
+
+    CAPTURE = 10
 
 class RunState:
     @property
@@ -329,6 +331,8 @@ class Engine:
     def recover(self, running: Sequence[int]) -> Commands: ...
 
     def knows(self, storage: int) -> bool: ...
+
+    def label_of(self, storage: int) -> int: ...
 
     def running(self, copy: int) -> bool: ...
 

@@ -55,7 +55,8 @@ class BlockCalls:
     """Pairs what hooks tell of the beginnings and ends of blocks.
 
     ``begin`` and ``end`` are called on the thread that runs the block, one block at a time: every begin has its end
-    before the next begin on that thread. Where forward raises, the end comes with the next begin or with ``finish``.
+    before the next begin on that thread. Where it is not told, for a signal handler raised in forward, it comes with the
+    next begin or with ``finish``.
     What ``begin`` raises is raised by the block, which then has not begun.
     """
 

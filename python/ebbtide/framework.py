@@ -197,8 +197,14 @@ class Framework(Protocol):
     def keep(self, tensor: Tensor, reason: KeepReason) -> Tensor:
         """What to hold so that the tensor stays, without a reference cycle through the graph."""
 
-    def modified_text(self, tensor: Tensor, expected: int, found: int) -> str:
-        """The framework's own wording of "modified by an inplace operation"."""
+    def modified_text(
+        self, tensor: Tensor, view: ViewMeta | None, where: str, expected: int, found: int
+    ) -> str:
+        """The framework's own wording of "modified by an inplace operation", with dtype, shape and both values of the
+        counter. Of a kept tensor, or of the witness of what ``view`` describes; ``where`` it was saved, in words."""
+
+    # How to find out which operation saved a tensor that was modified, in words; empty where there is no way.
+    modified_hint: str
 
     # --- backward
     def recomputes(self) -> bool:

@@ -116,6 +116,10 @@ class Modules(Protocol):
     def capturing(self) -> bool:
         """Whether a compiler traces this call."""
 
+    def break_graph(self, place: str) -> None:
+        """Where a compiler traces the call, ends its graph here: what comes next runs as plain Python. Where it may not
+        end, the compiler's error names ``place`` and what to do."""
+
     # --- recomputation
 
     @property
@@ -177,14 +181,6 @@ class Modules(Protocol):
         """Memory of the host that is not page-locked. Raises MemoryError."""
 
 
-def name_of(function: Callable[..., Any], modules: Modules) -> str:
-    """For reports: the class of a module, also of the one whose method it is; else the function's own name."""
-    owner = getattr(function, "__self__", function)
-    if modules.is_module(owner):
-        return type(owner).__name__
-    return str(getattr(function, "__qualname__", type(function).__name__))
-
-
 def tensors_in(tree: object, modules: Modules) -> Iterator[Tensor]:
     """The tensors in nested tuples, lists, sets, mappings and dataclasses, each as often as it occurs."""
     if modules.is_tensor(tree):
@@ -198,6 +194,14 @@ def tensors_in(tree: object, modules: Modules) -> Iterator[Tensor]:
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         for field in dataclasses.fields(tree):
             yield from tensors_in(getattr(tree, field.name, None), modules)
+
+
+def name_of(function: object, modules: Modules) -> str:
+    """What a module, or the module of a bound method, or another callable goes by in reports and errors."""
+    owner = getattr(function, "__self__", function)
+    if modules.is_module(owner):
+        return type(owner).__name__
+    return str(getattr(function, "__qualname__", type(function).__name__))
 
 
 def renamed(names: dict[str, Any], prefix: str, new_prefix: str) -> None:

@@ -26,7 +26,8 @@ KEEP_REASONS: Mapping[str, str] = {
     "unsupported": "of a kind that is not offloaded",
     "device": "on another device",
     "budget": "not needed to stay within the memory budget",
-    "host_full": "storages: tier full, raise its cap (max_*_bytes)",
+    "host_full": "storages: host memory full (max_host_bytes)",
+    "disk_full": "storages: disk full or failed (max_disk_bytes)",
     "capture": "saved while a device graph was captured",
 }
 

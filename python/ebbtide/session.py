@@ -199,7 +199,7 @@ class Session:
                 tensor, expected = saved
                 found = framework.version(tensor)
                 if found != expected:
-                    raise InplaceModificationError(framework.modified_text(tensor, expected, found))
+                    raise self._modified_kept(tensor, expected, found)
                 return tensor
             self._settle()
             found = framework.version(saved.witness)
@@ -212,9 +212,7 @@ class Session:
             elif self._use_saved_copy:
                 storage = self._find_saved_copy(saved, found)
             else:
-                raise InplaceModificationError(
-                    framework.modified_text(saved.witness, saved.version, found)
-                )
+                raise self._modified(saved, found)
             if self._memory is not None and framework.recomputes():
                 saved.peak = Recomputation(self._memory)
             return framework.make_view(storage, saved.view, saved.witness)
@@ -228,10 +226,7 @@ class Session:
         try:
             return self._find(ticket, allow_live=False)
         except DeviceError as error:
-            text = self._framework.modified_text(ticket.witness, ticket.version, found)
-            raise InplaceModificationError(
-                f"{text} [on_inplace='saved': no copy was complete before]"
-            ) from error
+            raise self._modified(ticket, found) from error
 
     def _find(self, ticket: Ticket, allow_live: bool) -> Storage:
         """The storage that the ticket's view lies in: the saved one, or one that its bytes were loaded into."""
@@ -295,6 +290,32 @@ class Session:
         if storage is None or not self._framework.unmoved(storage, entry.ref):
             return None
         return storage
+
+    def _modified(self, ticket: Ticket, found: int) -> InplaceModificationError:
+        label = self._engine.label_of(ticket.entry.storage_id)
+        group = next((name for name, known in self._labels.items() if known == label), None)
+        text = self._framework.modified_text(
+            ticket.witness,
+            ticket.view,
+            "saved outside of groups" if group is None else f"saved in group {group!r}",
+            ticket.version,
+            found,
+        )
+        remedy = "on_inplace='saved' takes the copy made before the write, where there is one"
+        if self._use_saved_copy:
+            remedy = "on_inplace='saved' had no copy that was complete before the write"
+        return self._modified_error(text, remedy)
+
+    def _modified_kept(self, tensor: Tensor, expected: int, found: int) -> InplaceModificationError:
+        text = self._framework.modified_text(
+            tensor, None, "which stayed on the device", expected, found
+        )
+        return self._modified_error(text)
+
+    def _modified_error(self, text: str, *remedies: str) -> InplaceModificationError:
+        hints = (*remedies, self._framework.modified_hint)
+        remedy = "; ".join(filter(None, ("write to a copy of it, or only after backward", *hints)))
+        return InplaceModificationError(f"[unpack] {text}: {remedy}")
 
     def _not_intact(self, entry: StorageEntry) -> InplaceModificationError:
         """Another tensor's counter moved: plain autograd would read what was written, which nobody has any more."""

@@ -62,6 +62,7 @@ class Tiers:
     def warn_full(self, nbytes: int, stats: _core.Stats, error: str) -> None:
         """A storage of so many bytes stayed on the device: there is no room, or ``error`` is why copies fail."""
         tier: str = self.first
+        reason = "disk_full" if stats.kept["disk_full"] else "host_full"
         if error:
             cause, remedy = error, "once that is mended it is tried again"
         else:
@@ -76,7 +77,7 @@ class Tiers:
             remedy = f"raise {option}, or choose another tier with to="
         warnings.warn(
             f"[{tier} tier] no room for {format_bytes(nbytes)}: {cause}. What does not fit "
-            f"stays on the device (kept['host_full'] counts it): {remedy}",
+            f"stays on the device (kept['{reason}'] counts it): {remedy}",
             RuntimeWarning,
             stacklevel=_level_of_the_caller(),
         )

@@ -110,6 +110,12 @@ bool Engine::knows(StorageId storage) const {
   return registry_.contains(storage);
 }
 
+std::size_t Engine::label_of(StorageId storage) const {
+  const std::lock_guard lock(mutex_);
+  const Entry* entry = registry_.find(storage);
+  return entry == nullptr ? 0 : entry->label;
+}
+
 bool Engine::running(CopyId copy) const {
   const std::lock_guard lock(mutex_);
   return copies_.contains(copy);

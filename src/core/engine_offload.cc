@@ -348,7 +348,8 @@ void Engine::pin(Entry& entry) {
 // The content is as saved, so later views join it: no second entry tries again for the same bytes.
 void Engine::keep_on_device(Entry& entry, Commands& commands) {
   pin(entry);
-  stats_.keep(KeepReason::kTierFull);
+  const bool disk = space_->tier() == Tier::kFile || backing_failed_ || backing_full_;
+  stats_.keep(disk ? KeepReason::kDiskFull : KeepReason::kHostFull);
   if (told_tier_full_) return;
   told_tier_full_ = true;
   commands.push_back({.kind = CommandKind::kTierFull, .storage = entry.id});

@@ -91,6 +91,7 @@ void Engine::spill_while(const std::function<bool()>& more, Commands& commands) 
 // Whether there was room behind.
 bool Engine::spill(Parcel& parcel, Commands& commands) {
   const std::optional<Block> backing = backing_->allocate(parcel.nbytes, config_.max_backing_bytes);
+  backing_full_ = !backing;
   if (!backing) return false;
   stats_.backing_bytes += backing->nbytes;
   stats_.peak_backing_bytes = std::max(stats_.peak_backing_bytes, stats_.backing_bytes);

@@ -270,12 +270,27 @@ TEST(EngineOffload, FullTierKeepsOnTheDeviceAndSaysSoOnce) {
   for (int i = 0; i < 3; ++i) saved.push_back(driver.pack(filled(driver, 64), bytes_view(0, 64), EpochId{1}));
   EXPECT_EQ(driver.tier_full, 1);
   const Stats stats = driver.engine.stats();
-  EXPECT_EQ(stats.kept[static_cast<std::size_t>(KeepReason::kTierFull)], 2u);
+  EXPECT_EQ(stats.kept[static_cast<std::size_t>(KeepReason::kHostFull)], 2u);
   EXPECT_EQ(stats.d2h_copies, 1u);
   EXPECT_EQ(stats.device_bytes, 128u);
   for (const Saved& one : saved) EXPECT_NE(driver.unpack(one, PassId{1}), nullptr);
   for (const Saved& one : saved) driver.drop(one);
   driver.expect_at_rest();
+}
+
+TEST(EngineOffload, AFullFileIsNoFullHostMemory) {
+  for (const Tier tier : {Tier::kHost, Tier::kFile}) {
+    Driver driver({.tier_capacity = 64, .tier = tier});
+    const Saved first = driver.pack(filled(driver, 64), bytes_view(0, 64), EpochId{1});
+    const Saved second = driver.pack(filled(driver, 64), bytes_view(0, 64), EpochId{1});
+    const auto kept = driver.engine.stats().kept;
+    const bool on_disk = tier == Tier::kFile;
+    EXPECT_EQ(kept[static_cast<std::size_t>(KeepReason::kHostFull)], on_disk ? 0u : 1u);
+    EXPECT_EQ(kept[static_cast<std::size_t>(KeepReason::kDiskFull)], on_disk ? 1u : 0u);
+    driver.drop(first);
+    driver.drop(second);
+    driver.expect_at_rest();
+  }
 }
 
 TEST(EngineOffload, LimitOfTheConfigurationBindsBeforeTheSpace) {

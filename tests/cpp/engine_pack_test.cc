@@ -72,7 +72,7 @@ TEST(EnginePack, OfAPackThatFindsNoRoomAPartGoes) {
   driver.end_epoch(epoch);
   const Stats stats = driver.engine.stats();
   EXPECT_EQ(stats.d2h_bytes, 16u + 24u + 32u);
-  EXPECT_EQ(stats.kept[static_cast<std::size_t>(KeepReason::kTierFull)], 1u);
+  EXPECT_EQ(stats.kept[static_cast<std::size_t>(KeepReason::kHostFull)], 1u);
   for (auto one = saved.rbegin(); one != saved.rend(); ++one) EXPECT_NE(driver.unpack(*one, kPass), nullptr);
   driver.end_pass(kPass);
   for (const Saved& one : saved) driver.drop(one);
@@ -285,7 +285,7 @@ TEST_F(EnginePackMember, EveryOneStaysWhenTheCopyFails) {
   send();
   driver.complete(driver.held().front(), false);
   const Stats stats = driver.engine.stats();
-  EXPECT_EQ(stats.kept[static_cast<std::size_t>(KeepReason::kTierFull)], 3u);
+  EXPECT_EQ(stats.kept[static_cast<std::size_t>(KeepReason::kHostFull)], 3u);
   EXPECT_EQ(stats.d2h_bytes + stats.d2h_copies + stats.tier_bytes, 0u);
   EXPECT_EQ(driver.tier_full, 1);
   finish();

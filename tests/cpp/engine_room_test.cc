@@ -13,9 +13,13 @@ namespace {
 constexpr std::uint64_t kBytes = 64;
 constexpr std::uint64_t kCap = 4 * kBytes;
 
-std::uint64_t host_full(const Driver& driver) {
-  return driver.engine.stats().kept[static_cast<std::size_t>(KeepReason::kTierFull)];
+std::uint64_t kept_for(const Driver& driver, KeepReason reason) {
+  return driver.engine.stats().kept[static_cast<std::size_t>(reason)];
 }
+
+std::uint64_t host_full(const Driver& driver) { return kept_for(driver, KeepReason::kHostFull); }
+
+std::uint64_t disk_full(const Driver& driver) { return kept_for(driver, KeepReason::kDiskFull); }
 
 TEST(EngineGrow, ASpaceThatIsFullIsGrownAndTheStoragesThatWaitedCross) {
   Driver driver({.grows = true});
@@ -40,7 +44,7 @@ TEST(EngineGrow, NothingIsAskedForTwiceWhileTheSpaceGrows) {
   EXPECT_EQ(engine.stats().device_bytes, 3 * kBytes);
   const Commands refused = engine.grown(false);
   EXPECT_EQ(kinds(refused), std::vector{CommandKind::kTierFull});
-  EXPECT_EQ(engine.stats().kept[static_cast<std::size_t>(KeepReason::kTierFull)], 3u);
+  EXPECT_EQ(engine.stats().kept[static_cast<std::size_t>(KeepReason::kHostFull)], 3u);
 }
 
 TEST(EngineGrow, RefusedItIsAskedForAgainInTheNextEpoch) {
@@ -116,7 +120,8 @@ TEST_P(EngineBacking, FullItIsAsIfItWereNotThere) {
   driver.complete_all();
   const Stats stats = driver.engine.stats();
   EXPECT_EQ(stats.d2h_bytes, 7 * kBytes);
-  EXPECT_EQ(host_full(driver), 5u);
+  EXPECT_EQ(disk_full(driver), 5u);
+  EXPECT_EQ(host_full(driver), 0u);
   EXPECT_EQ(driver.tier_full, 1);
   // With both full there is no room to read back in until something is dropped.
   for (const std::size_t i : {11u, 10u, 9u, 8u, 7u, 6u, 5u, 4u, 3u}) {
@@ -140,7 +145,8 @@ TEST_P(EngineBacking, WhatHasMovedOnIsNotLookedAtAgain) {
       EXPECT_EQ(host_full(driver), 0u);
       EXPECT_LE(driver.engine.spill_looks(), 4u * kStorages);
     } else {
-      EXPECT_EQ(host_full(driver), kStorages - 10 - kCap / kBytes) << "full";
+      EXPECT_EQ(disk_full(driver), kStorages - 10 - kCap / kBytes) << "full";
+      EXPECT_EQ(host_full(driver), 0u);
       EXPECT_LE(driver.engine.spill_looks(), 16u * kStorages);
     }
     for (const Saved& one : saved) driver.drop(one);
@@ -168,7 +174,8 @@ TEST_P(EngineBacking, AFailureToWriteLosesNothing) {
   driver.fail_next_copies(1, Hop::kSpill);
   const std::vector<Saved> saved = pack_storages(driver, 8);
   driver.complete_all();
-  EXPECT_EQ(host_full(driver), 8u - kCap / kBytes) << "it is not tried again";
+  EXPECT_EQ(disk_full(driver), 8u - kCap / kBytes) << "it is not tried again";
+  EXPECT_EQ(host_full(driver), 0u);
   EXPECT_EQ(driver.engine.stats().spilled_bytes, 0u);
   EXPECT_EQ(driver.engine.stats().backing_bytes, 0u);
   restore_and_drop(driver, saved);

@@ -320,7 +320,7 @@ TEST(EngineRunConfigured, ATierWithoutRoomInTheMiddleLeavesTheRestOnTheDevice) {
   driver.offload_run(run);
   EXPECT_EQ(driver.engine.run_state(run).away, 2u);
   EXPECT_EQ(driver.engine.run_state(run).staying, 2u);
-  EXPECT_EQ(driver.engine.stats().kept[static_cast<std::size_t>(KeepReason::kTierFull)], 2u);
+  EXPECT_EQ(driver.engine.stats().kept[static_cast<std::size_t>(KeepReason::kHostFull)], 2u);
   driver.load_run(run);
   driver.end_epoch(epoch);
   unpack_and_drop(driver, saved, kPass);

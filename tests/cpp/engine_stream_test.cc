@@ -133,7 +133,7 @@ TEST(EngineStream, ABlockIsNotUsedAgainBeforeTheCopyThatReadsItIsReported) {
   const Storage restored = driver.unpack(first, kPass, kMain);
   driver.drop(first);
   const Saved second = pack(driver, driver.filled(kBytes, 2));
-  EXPECT_EQ(driver.engine.stats().kept[static_cast<std::size_t>(KeepReason::kTierFull)], 1u);
+  EXPECT_EQ(driver.engine.stats().kept[static_cast<std::size_t>(KeepReason::kHostFull)], 1u);
   driver.complete_all();
   const Saved third = pack(driver, driver.filled(kBytes, 3));
   driver.complete_all();

@@ -23,7 +23,7 @@ NAMES = (
     "peak_host_bytes peak_disk_bytes"
 ).split()
 REASONS = (
-    "parameter parameter_cast small policy last unsupported device budget host_full capture"
+    "parameter parameter_cast small policy last unsupported device budget host_full disk_full capture"
 ).split()
 
 
@@ -34,7 +34,7 @@ def sample() -> Stats:
         exact_duplicates=34,
         storages=200,
         unique_bytes=100 * MIB,
-        kept={"parameter": 120, "host_full": 3, "small": 0},
+        kept={"parameter": 120, "host_full": 3, "disk_full": 5, "small": 0},
         d2h_copies=210,
         d2h_bytes=50 * MIB,
         h2d_copies=190,
@@ -139,7 +139,8 @@ def test_metrics_have_the_same_names_every_time() -> None:
         ("exact duplicates", "exact duplicates 34 "),
         ("left to move", "left to move 200 100.0 MiB storages, each byte once; 25 % of"),
         ("kept: parameter", "kept: parameter 120 a parameter"),
-        ("kept: host_full", "kept: host_full 3 storages: tier full, raise"),
+        ("kept: host_full", "kept: host_full 3 storages: host memory full (max_host_bytes)"),
+        ("kept: disk_full", "kept: disk_full 5 storages: disk full or failed (max_disk_bytes)"),
         ("moved out (D2H)", "moved out (D2H) 210 50.0 MiB copies; 50 % of"),
         ("spilled", "spilled 7.0 MiB"),
         ("freed", "freed 45.0 MiB"),

@@ -48,7 +48,8 @@ def checkpoint(
         early_stop: the recomputation ends with the last tensor that backward needs.
 
     Raises ValueError where a compiler traces the call and ``swap_inputs``, ``group_swap``, ``cpu_pool`` or ``context_fn``
-    is given (there ``policy_fn`` becomes torch's own, MUST_SWAP saves); UsageError for ``use_reentrant=True``.
+    is given; UsageError for ``use_reentrant=True``. ``policy_fn`` becomes torch's own there: MUST_SWAP saves, and a
+    RuntimeWarning says so once.
     """
     modules = modules_for(function, args, kwargs)
     reentrant = kwargs.pop("use_reentrant", None)
@@ -163,21 +164,25 @@ def create_selective_checkpoint_contexts(
         policy_fn_or_list: called for each operation in forward, once, with a context (``is_recompute``, which is False,
             and ``op_output``), the operation and its arguments; answers a member of CheckpointPolicy, or a bool: True
             saves. Members of other enums count by name. Or a list of operations: those are saved.
-        allow_cache_entry_mutation: results that are written to in place after they were saved are handed out as they
-            then are. Offloaded ones cannot be written to.
+        allow_cache_entry_mutation: saved results that are written to in place afterwards are handed out as they then
+            are, as in torch. Without effect on offloaded ones: there is one copy, of what was saved, so backward raises
+            either way. Answer MUST_SAVE for results that are written to.
 
     Saved results stay on the device, in whatever memory they share; offloaded ones leave it when nobody else holds them,
     each storage once. Operations whose results are kept do not run again, except that random ones do where others are
-    recomputed, so that these draw the same numbers.
+    recomputed, so that these draw the same numbers. Where a compiler traces the region, offloaded results are saved
+    instead, and a RuntimeWarning says so once.
 
     Raises TypeError and UsageError (a ValueError) for what is no policy. Forward raises UsageError for another answer;
     backward raises RuntimeError where a kept result was written to in place, where the operations changed, and when
     it runs a second time.
     """
     modules = modules_for(policy_fn_or_list)
+    swaps: dict[str, Any] = {"group_swap": group_swap, "cpu_pool": cpu_pool}
 
     def swapping() -> Scope:
-        return saving(None, modules=modules, hooked=False, group_swap=group_swap, cpu_pool=cpu_pool)
+        name = "create_selective_checkpoint_contexts"
+        return saving(None, modules=modules, hooked=False, name=name, **swaps)
 
     return modules.selective_contexts(policy_fn_or_list, swapping, allow_cache_entry_mutation)
 

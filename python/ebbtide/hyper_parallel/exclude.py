@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from ebbtide.errors import InplaceModificationError
 from ebbtide.framework import Tensor
 from ebbtide.hyper_parallel.regions import (
     Nested,
@@ -13,7 +15,7 @@ from ebbtide.hyper_parallel.regions import (
     running_regions,
 )
 from ebbtide.hyper_parallel.runtime import modules_for, modules_to_wrap, session_for
-from ebbtide.modules import CheckpointExcludeWrapper, Module, Modules
+from ebbtide.modules import CheckpointExcludeWrapper, Module, Modules, name_of
 from ebbtide.saved import Kept
 from ebbtide.session import Session
 
@@ -52,7 +54,9 @@ class _Excluded:
         session = session_for(modules).session
         if repeated is not None:
             output = repeated.next_excluded()
-            found = output.get(modules, session, wrapped, args, kwargs)
+            with _naming(f"the output of {name_of(wrapped, modules)} in region {repeated.name}"):
+                tensors = output.saved(session)
+            found = output.get(modules, tensors, wrapped, args, kwargs)
         else:
             found, output = self._run(modules, session, wrapped, args, kwargs, regions[0].hooks)
         for region in regions:
@@ -102,15 +106,19 @@ class _Output:
             # What is recomputed behind the module must draw what it drew.
             self._random = None if modules.same_random_state(before, after) else after
 
+    def saved(self, session: Session) -> list[Tensor]:
+        """Raises InplaceModificationError."""
+        return [session.unpack(kept) for kept in self._kept]
+
     def get(
         self,
         modules: Modules,
-        session: Session,
+        tensors: list[Tensor],
         wrapped: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        nested, tensors = self._nested, [session.unpack(kept) for kept in self._kept]
+        nested = self._nested
         if nested is None:
             with outside_of_regions(), modules.excluded(_nothing, _never):
                 nested = Nested(wrapped(*args, **kwargs), modules)
@@ -123,6 +131,17 @@ class _Output:
                 for tensor, requires_grad in zip(tensors, self._requires_grad, strict=True)
             ]
         )
+
+
+@contextmanager
+def _naming(what: str) -> Iterator[None]:
+    try:
+        yield
+    except InplaceModificationError as error:
+        raise InplaceModificationError(
+            f"[checkpoint_exclude_wrapper] {what} was written to in place, and is saved for what is recomputed behind the "
+            f"module: write to a copy of it, or use save_output=False, which runs the module again. {error}"
+        ) from error
 
 
 def _nothing(tensor: Tensor) -> None:

@@ -154,15 +154,26 @@ class Joins(NamedTuple):
 
 class Current:
     """The group that is current on a thread. With hooks around a layer: the run of this forward, and the ``scope`` of what
-    the layer saves."""
+    the layer saves. In a ``with`` statement: ``hooks``, those that were entered when it began; the scope is entered once
+    something is named in it."""
 
-    __slots__ = ("_run", "group", "joins", "scope")
+    __slots__ = ("_run", "group", "hooks", "joins", "named", "scope")
 
-    def __init__(self, group: Group, run: GroupRun | None = None, scope: Any = None) -> None:
+    def __init__(
+        self,
+        group: Group,
+        run: GroupRun | None = None,
+        scope: Any = None,
+        hooks: list[Any] | None = None,
+    ) -> None:
         self.group = group
         self._run = run
         self.scope = scope
+        self.hooks = hooks
         self.joins: Joins | None = None  # what was named in this forward
+        self.named: GroupRun | None = (
+            None  # the run that it leaves with, until something is saved in it
+        )
 
     def run(self) -> GroupRun:
         return self._run or self.group.saving() or self.group.begin()

@@ -11,9 +11,14 @@ from typing import Any
 from ebbtide.errors import UsageError
 from ebbtide.hyper_parallel.chain import Chains
 from ebbtide.hyper_parallel.groups import Current, Group, GroupRun, Stage, current
-from ebbtide.hyper_parallel.runtime import modules_for, session_for
+from ebbtide.hyper_parallel.naming import name_in_group
+from ebbtide.hyper_parallel.runtime import hooks_now, modules_for, session_for
 from ebbtide.modules import Module, tensors_in
 from ebbtide.sizes import SHOWN
+
+
+class UnknownGroupError(UsageError, RuntimeError):
+    """A call for a group that was never made."""
 
 
 class SwapManager:
@@ -24,8 +29,8 @@ class SwapManager:
     launched for the newest, and loads for the oldest, as a pipeline runs them.
 
     Calls decide when copies happen, never what backward gets: it loads what nobody has loaded. A call that comes too
-    early, twice, or without what it waits for warns, naming the group and its state; a group that was never made is a
-    UsageError. None of the calls blocks on an accelerator; on memory without streams the waits do.
+    early, twice, or without what it waits for warns, naming the group and its state; for a group that was never made
+    launches, waits, release and abort raise UnknownGroupError (a UsageError and a RuntimeError). None of the calls blocks on an accelerator; on memory without streams the waits do.
 
     Any thread may call. The current group is a context variable, each thread has its own; threads that run at the same
     time need groups of their own.
@@ -66,7 +71,7 @@ class SwapManager:
         group = self._groups.get(name) if isinstance(name, str) else None
         if group is None:
             known = ", ".join(map(repr, list(self._groups)[:8])) or "none"
-            raise UsageError(
+            raise UnknownGroupError(
                 f"[SwapManager.{call}] no group {SHOWN.repr(name)}; there are {len(self._groups)} ({known}): make it "
                 "current around the forward first, or call ensure_group"
             )
@@ -87,11 +92,15 @@ class SwapManager:
     @contextmanager
     def group_context(self, group_name: str) -> Iterator[None]:
         """What is saved inside belongs to the group; afterwards the one before is current again."""
-        token = current.set(Current(self._ensure(group_name)))
+        now = Current(self._ensure(group_name), hooks=hooks_now())
+        token = current.set(now)
         try:
             yield
         finally:
             current.reset(token)
+            scope, now.scope, now.named = now.scope, None, None
+            if scope is not None:
+                scope.__exit__(None, None, None)
 
     def is_last_group(self, group_name: str) -> bool:
         """Whether it is the group of the last layer of a chain, which stays on the device."""
@@ -101,10 +110,25 @@ class SwapManager:
     def add_storage(
         self, group_name: str, tensors: Any, *, group_swap: bool = False, cpu_pool: Any = None
     ) -> None:
-        """The storages of these (nested) tensors leave with the group's newest forward, where autograd saves them in it."""
+        """The storages of these (nested) tensors leave with the group's newest forward, where autograd saves them in it.
+
+        For use where the group is current. Elsewhere it is about what the group's forward has saved so far; where nothing
+        is saved in it nothing happens but a warning.
+        """
         group = self._ensure(group_name)
-        run = group.saving() or group.begin()
         modules = modules_for(tensors)
+        if modules.in_backward() or not modules.records():
+            return
+        now = current.get()
+        if now is not None and now.group is group:
+            place = "SwapManager.add_storage"
+            name_in_group(place, now, tensors, modules, group_swap, cpu_pool)
+            return
+        run = group.saving()
+        if run is None:
+            text = "it is not current, and no forward is being saved in it: call this in its group_context"
+            _warn("add_storage", group, text)
+            return
         session = session_for(modules, group_swap=group_swap, cpu_pool=cpu_pool).session
         run.request(tensors_in(tensors, modules), session)
 

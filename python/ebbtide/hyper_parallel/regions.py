@@ -116,7 +116,7 @@ class Region:
         self.recomputing, self._began, self._served = self._began, True, 0
         memory = self._modules.memory
         if self.recomputing and memory is not None:
-            name = self._group_name or name_of(self._function, self._modules)
+            name = self._group_name or self.name
             self._peak = Recomputation(memory, name)
         _here.regions.append(self)
         try:
@@ -125,6 +125,10 @@ class Region:
             _here.regions.pop()
             if self._peak is not None:
                 self._peak.look()
+
+    @property
+    def name(self) -> str:
+        return name_of(self._function, self._modules)
 
     def next_excluded(self) -> Any:
         found = self.excluded[self._served]

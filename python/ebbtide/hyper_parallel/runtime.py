@@ -183,6 +183,23 @@ def session_for(
     return found
 
 
+class _Entered(threading.local):
+    scopes = 0  # with hooks
+
+
+_entered = _Entered()
+
+
+def hooks_now() -> list[Any]:
+    """The saved-tensor hooks that this thread has entered last, where the loaded frameworks tell."""
+    return [_modules_of(name).current_hooks() for name in _FRAMEWORKS if name in sys.modules]
+
+
+def saves_through_scope() -> bool:
+    """Whether this thread is in a scope with hooks."""
+    return _entered.scopes > 0
+
+
 class Unpack:
     """What the graph holds: takes what ``Scope.pack`` returned. It keeps the runs alive that were saved in."""
 
@@ -242,6 +259,7 @@ class Scope:
                 hooks = framework.saved_tensor_hooks(self.pack, self.unpack)
                 hooks.__enter__()
                 self._hooks = hooks
+                _entered.scopes += 1
         except BaseException:
             self._end()
             raise
@@ -266,6 +284,7 @@ class Scope:
     ) -> None:
         try:
             if self._hooks is not None:
+                _entered.scopes -= 1
                 self._hooks.__exit__(None, None, None)
         finally:
             self._end()
@@ -331,6 +350,7 @@ def saving(
     inputs_only: bool = False,
     on_request: bool = False,
     hooked: bool = True,
+    name: str = "",
     group_swap: bool = False,
     cpu_pool: PinnedMemoryPool | None = None,
 ) -> Scope:
@@ -343,6 +363,7 @@ def saving(
         inputs_only: only the inputs of checkpointed regions are offloaded.
         on_request: of the current group's run, only what is requested leaves.
         hooked: see ``Scope``.
+        name: of its group, where no other is current; default: what ``function`` tells.
     """
     modules = modules or modules_for(function, args, kwargs)
     swap = session_for(modules, group_swap=group_swap, cpu_pool=cpu_pool)
@@ -353,8 +374,7 @@ def saving(
     if function is not None:
         key = (id(owner), id(getattr(function, "__func__", function)), on_request)
     saved = Saving(0, swap.framework.weights(module), policy, inputs_only, on_request=on_request)
-    name = "async_save_on_cpu" if function is None else name_of(function, modules)
-    return Scope(swap, saved, (key,), name, hooked)
+    return Scope(swap, saved, (key,), name or name_of(function, modules), hooked)
 
 
 def live_sessions() -> list[tuple[Session, Framework, Resolved]]:

@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 
 from ebbtide.errors import UsageError
 from ebbtide.framework import Tensor
-from ebbtide.hyper_parallel.groups import Joins, current
+from ebbtide.hyper_parallel.groups import current
+from ebbtide.hyper_parallel.naming import name_in_group
 from ebbtide.hyper_parallel.pool import PinnedMemoryPool
-from ebbtide.hyper_parallel.runtime import modules_for, modules_to_wrap, saving, session_for
-from ebbtide.modules import CheckpointWrapper, Module, Modules, SwapWrapper, tensors_in
+from ebbtide.hyper_parallel.runtime import modules_for, modules_to_wrap, saving
+from ebbtide.modules import CheckpointWrapper, Module, Modules, SwapWrapper
 from ebbtide.policy import CheckpointPolicy, shown_answer
 
 PolicyFn = Callable[[Tensor], Any]
@@ -43,7 +44,8 @@ def swap(
         cpu_pool: the cap on host memory; default: that of ``ebbtide.OffloadConfig``.
 
     With a current group (``SwapManager``) its schedule says when; otherwise copies start by themselves. Nothing is done
-    where autograd records nothing, nor for what backward recomputes.
+    where autograd records nothing, nor for what backward recomputes. In compiled code the graph ends here, and what the
+    function runs is compiled for itself; with ``fullgraph=True`` the compiler raises.
 
     Raises PolicyError (a RuntimeError) for another answer of the policy, else what the function raises.
     """
@@ -84,6 +86,7 @@ class _Swapped:
         modules = modules_for(wrapped, args, kwargs)
         if not modules.records():
             return wrapped(*args, **kwargs)
+        modules.break_graph("swap")
         scope = saving(
             wrapped,
             modules=modules,
@@ -131,8 +134,9 @@ def swap_tensor_wrapper(
     """Names tensors, in any nested structure, that are to leave with the current group; returns ``target`` itself.
 
     For use in the forward of a layer of a chain (``SwapManager.set_forward_prefetch_layer``): their storages leave the
-    device after the layer, and come back ahead of its backward. Other tensors that the layer saves stay. In the last
-    layer of a chain nothing leaves; without a current group nothing happens but a warning. ``tag`` shows in that.
+    device after the layer, and come back ahead of its backward. Or in ``SwapManager.group_context``, whose calls say when.
+    Other tensors that are saved there outside of wrappers stay. In the last layer of a chain nothing leaves; without a
+    current group nothing happens but a warning. ``tag`` shows in that.
     """
     modules = modules_for(target)
     if modules.in_backward() or not modules.records():
@@ -142,18 +146,14 @@ def swap_tensor_wrapper(
         named = "" if tag is None else f" {tag!r}"
         warnings.warn(
             f"[swap_tensor_wrapper]{named} no group is current: link the layers with "
-            "SwapManager().set_forward_prefetch_layer(first, second)",
+            "SwapManager().set_forward_prefetch_layer(first, second), and call them outside of compiled code",
             RuntimeWarning,
             stacklevel=2,
         )
         return target
     if now.group.is_last():
         return target
-    swap_session = session_for(modules, group_swap=group_swap, cpu_pool=cpu_pool)
-    now.joins = Joins(group_swap, cpu_pool)
-    if now.scope is not None:
-        now.scope.request(swap_session)
-    now.run().request(tensors_in(target, modules), swap_session.session)
+    name_in_group("swap_tensor_wrapper", now, target, modules, group_swap, cpu_pool)
     return target
 
 
@@ -167,5 +167,9 @@ def async_save_on_cpu(
 
     Only tensors whose type or base says so are known to be parameters.
     """
-    with saving(None, policy=_checked(policy_fn), group_swap=group_swap, cpu_pool=cpu_pool):
+    modules = modules_for()
+    modules.break_graph("async_save_on_cpu")
+    swaps: dict[str, Any] = {"group_swap": group_swap, "cpu_pool": cpu_pool}
+    policy = _checked(policy_fn)
+    with saving(None, modules=modules, policy=policy, name="async_save_on_cpu", **swaps):
         yield

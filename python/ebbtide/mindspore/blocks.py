@@ -10,6 +10,7 @@ from mindspore import nn
 from ebbtide import blocks
 from ebbtide.blocks import BlockCalls, NamedModule
 from ebbtide.mindspore import passes
+from ebbtide.mindspore.watching import original_class, watch_construct
 
 _CONTAINERS = (nn.CellList, nn.SequentialCell, nn.CellDict)
 
@@ -27,18 +28,21 @@ def watch(
     Nothing is called while a backward runs: blocks that it recomputes were told of in their forward.
     """
     calls = BlockCalls(begin, end)
-    handles: list[Any] = []
+    removes: list[Callable[[], None]] = []
 
     def remove() -> None:
-        while handles:
-            handles[-1].remove()
-            handles.pop()
+        while removes:
+            removes[-1]()
+            removes.pop()
         calls.finish()
 
     try:
         for name, cell in named:
-            handles.append(cell.register_forward_pre_hook(_hook(calls.start, name)))
-            handles.append(cell.register_forward_hook(_hook(calls.stop, name)))
+            # What recomputation saves of a block's inputs, it saves between these and construct.
+            start, stop = _hook(calls.start, name), _hook(calls.stop, name)
+            removes.append(cell.register_forward_pre_hook(start).remove)
+            removes.append(cell.register_forward_hook(stop).remove)
+            removes.append(watch_construct(cell, _nothing, _where_raised(calls.stop, name)))
     except BaseException:
         remove()
         raise
@@ -53,6 +57,18 @@ def _hook(call: Callable[[str], None], name: str) -> Callable[..., None]:
     return hook
 
 
+def _where_raised(call: Callable[[str], None], name: str) -> Callable[[Any], None]:
+    def behind(output: Any) -> None:
+        if output is None and not passes.is_running():
+            call(name)
+
+    return behind
+
+
+def _nothing() -> None:
+    pass
+
+
 class _Structure:
     """See :class:`ebbtide.blocks.Structure`."""
 
@@ -60,8 +76,7 @@ class _Structure:
         return module
 
     def class_of(self, module: nn.Cell) -> type:
-        found: type = type(module)
-        return found
+        return original_class(module)
 
     def children(self, module: nn.Cell) -> Iterator[NamedModule]:
         return ((name, child) for name, child in module._cells.items() if child is not None)

@@ -141,10 +141,15 @@ class MindSporeFramework:
     def keep(self, tensor: Tensor, reason: KeepReason) -> Tensor:
         return plain_alias(tensor)
 
-    def modified_text(self, tensor: Any, expected: int, found: int) -> str:
+    modified_hint = ""
+
+    def modified_text(
+        self, tensor: Any, view: ViewMeta | None, where: str, expected: int, found: int
+    ) -> str:
+        dtype, sizes = (tensor.dtype, tensor.shape) if view is None else (view.dtype, view.sizes)
         return (
-            "One of the Tensor needed for gradient computation has been modified by an inplace operation, "
-            f"and its version is {found} , expected version {expected}"
+            "One of the Tensor needed for gradient computation has been modified by an inplace operation, which is the "
+            f"{dtype} Tensor of shape {list(sizes)}, {where}; and its version is {found}, expected version {expected}"
         )
 
     # --- backward

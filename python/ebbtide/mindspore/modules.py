@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -16,6 +15,7 @@ from ebbtide.config import OffloadConfig
 from ebbtide.errors import UsageError
 from ebbtide.framework import DeviceMemory, Framework
 from ebbtide.mindspore import passes, resolve
+from ebbtide.mindspore.watching import watch_construct
 from ebbtide.modules import (
     Call,
     CheckpointExcludeWrapper,
@@ -137,44 +137,7 @@ class MindSporeModules:
     def watch_forward(
         self, module: nn.Cell, before: Callable[[], None], after: Callable[[Any], None]
     ) -> Callable[[], None]:
-        # MindSpore's hooks are not called where a forward raises: the cell's class is one that tells.
-        original: Any = type(module)
-
-        def construct(self: Any, *args: Any, **kwargs: Any) -> Any:
-            inner: Any = super(watched, self)
-            if not watches:
-                return inner.construct(*args, **kwargs)
-            before()
-            output = None
-            try:
-                output = inner.construct(*args, **kwargs)
-            finally:
-                after(output)
-            return output
-
-        def reduce(self: Any, protocol: Any) -> Any:
-            inner: Any = super(watched, self)
-            call, arguments, *rest = inner.__reduce_ex__(protocol)
-            return call, tuple(original if item is watched else item for item in arguments), *rest
-
-        methods = {
-            "construct": construct,
-            "__reduce_ex__": reduce,
-            "__module__": original.__module__,
-            "__doc__": original.__doc__,
-        }
-        watched: Any = type(original.__name__, (original,), methods)
-        watches = [True]
-        module.__class__ = watched
-        cell = weakref.ref(module)
-
-        def remove() -> None:
-            watches.clear()
-            found = cell()
-            if found is not None and type(found) is watched:
-                found.__class__ = original
-
-        return remove
+        return watch_construct(module, before, after)
 
     def before_backward(self, output: Tensor, callback: Callable[[], None]) -> None:
         # A leaf lives on, and would call for every later graph.
@@ -193,6 +156,9 @@ class MindSporeModules:
 
     def capturing(self) -> bool:
         return bool(mindspore.get_context("mode") == mindspore.GRAPH_MODE)
+
+    def break_graph(self, place: str) -> None:
+        pass  # hooks say so themselves
 
     # --- recomputation
 

@@ -49,15 +49,34 @@ def watch(
             handles.pop()
         calls.finish()
 
-    # No always_call: compiled code is guarded by the numbers of such hooks, so each installation would compile anew.
     try:
         for name, module in named:
             handles.append(module.register_forward_pre_hook(_Hook(calls.start, name), prepend=True))
-            handles.append(module.register_forward_hook(_Hook(calls.stop, name)))
+            handles.append(_AtEnd(module, _Hook(calls.stop, name)))
     except BaseException:
         remove()
         raise
     return remove
+
+
+class _AtEnd:
+    """As ``register_forward_hook(always_call=True)``, also called where forward raises, under the same number each time:
+    compiled code is guarded by these numbers, and would be compiled anew for every installation."""
+
+    def __init__(self, module: nn.Module, hook: _Hook) -> None:
+        hooks = module._forward_hooks
+        self._key = -1
+        while self._key in hooks:
+            self._key -= 1
+        # Private to torch: where there is none, the end is seen with the next begin.
+        always: dict[int, bool] = getattr(module, "_forward_hooks_always_called", {})
+        self._dicts: tuple[Any, ...] = hooks, always
+        always[self._key] = True
+        hooks[self._key] = hook
+
+    def remove(self) -> None:
+        for of_hooks in self._dicts:
+            of_hooks.pop(self._key, None)
 
 
 class _Hook:

@@ -246,10 +246,19 @@ class TorchFramework:
         )
         return self._emptied(tensor, _with_bits(empty, tensor.is_conj(), tensor.is_neg()))
 
-    def modified_text(self, tensor: torch.Tensor, expected: int, found: int) -> str:
+    modified_hint = "torch.autograd.set_detect_anomaly(True) shows the operation that saved it"
+
+    def modified_text(
+        self, tensor: torch.Tensor, view: ViewMeta | None, where: str, expected: int, found: int
+    ) -> str:
+        kind, sizes = tensor.type(), "" if tensor.is_nested else f" {list(tensor.shape)}"
+        if view is not None:
+            # The witness may be one of another dtype with the same counter.
+            kind = torch.empty(0, dtype=view.dtype, device=tensor.device).type()
+            sizes = f" {list(view.sizes)}"
         return (
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{tensor.type()}] is at version {found}; expected version {expected} instead"
+            f"[{kind}{sizes}], {where}, is at version {found}; expected version {expected} instead"
         )
 
     # --- backward

@@ -27,7 +27,6 @@ from ebbtide.torch.blocks import graph_task_id
 from ebbtide.torch.compiler import leave_alone
 from ebbtide.torch.framework import is_functorch_wrapped
 from ebbtide.torch.memory import ACCELERATOR_MEMORY
-from ebbtide.torch.selective import selective_contexts
 
 # torch's own tools (distributed checkpoints, FSDP) leave this name out of what they call things.
 _WRAPPED = "_checkpoint_wrapped_module"
@@ -149,7 +148,7 @@ class TorchModules:
     checkpoint_options = recompute.OPTIONS
     checkpoint = staticmethod(recompute.checkpoint)
     checkpoint_captured = staticmethod(recompute.checkpoint_captured)
-    selective_contexts = staticmethod(selective_contexts)
+    selective_contexts = staticmethod(recompute.selective_contexts)
     is_selective = staticmethod(recompute.is_selective)
     current_hooks = staticmethod(recompute.current_hooks)
     excluded = staticmethod(recompute.excluded)
@@ -174,6 +173,13 @@ class TorchModules:
 
     def capturing(self) -> bool:
         return torch.compiler.is_compiling()
+
+    def break_graph(self, place: str) -> None:
+        if torch.compiler.is_compiling():
+            torch._dynamo.graph_break(
+                f"[{place}] hooks on saved tensors cannot be part of a compiled graph: leave out fullgraph=True, or call the "
+                "compiled function inside instead"
+            )
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         try:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
+import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -13,6 +16,7 @@ import torch.utils.checkpoint as engine
 
 from ebbtide.errors import UsageError
 from ebbtide.policy import OpPlan, plan_of
+from ebbtide.torch import selective
 from ebbtide.torch.selective import entered_policies
 
 OPTIONS = frozenset({"preserve_rng_state", "determinism_check", "debug"})
@@ -45,11 +49,28 @@ def checkpoint_captured(
     """For a compiler, which has an operator of its own for this call."""
     if policy is None:
         return engine.checkpoint(function, *args, use_reentrant=False, **kwargs)
-    contexts = functools.partial(engine.create_selective_checkpoint_contexts, _for_compiler(policy))
+    answers = _for_compiler(policy, "checkpoint")
+    contexts = functools.partial(engine.create_selective_checkpoint_contexts, answers)
     return engine.checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
-def _for_compiler(policy: Any) -> Any:
+def selective_contexts(
+    policy: Any, swapping: Callable[[], selective.Swapping], allow_cache_entry_mutation: bool
+) -> tuple[Any, Any]:
+    """See `ebbtide.torch.selective`; where a compiler traces the region, torch's own, which mark what it is to save."""
+    if not _is_traced():
+        return selective.selective_contexts(policy, swapping, allow_cache_entry_mutation)
+    answers = _for_compiler(policy, "create_selective_checkpoint_contexts")
+    return engine.create_selective_checkpoint_contexts(answers, allow_cache_entry_mutation)
+
+
+def _is_traced() -> bool:
+    """Whether operations go into a graph, in a region that torch's own checkpoint calls."""
+    tracing: Any = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    return tracing is not None and tracing.get_proxy_mode() is not None
+
+
+def _for_compiler(policy: Any, place: str) -> Any:
     if not callable(policy):
         return list(policy)
     answers = {
@@ -59,9 +80,28 @@ def _for_compiler(policy: Any) -> Any:
     }
 
     def answer(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-        return answers[plan_of(policy(ctx, op, *args, **kwargs), op)]
+        plan = plan_of(policy(ctx, op, *args, **kwargs), op)
+        if plan is OpPlan.SWAP:
+            _warn_saves(policy, place, op)
+        return answers[plan]
 
     return answer
+
+
+_warned: weakref.WeakSet[Any] = weakref.WeakSet()  # policies
+
+
+def _warn_saves(policy: Any, place: str, op: Any) -> None:
+    if policy in _warned:
+        return
+    _warned.add(policy)
+    warnings.warn(
+        f"[{place}] the policy answers MUST_SWAP for {op} in compiled code, where it saves: nothing leaves the device. To "
+        "offload what compiled code saves, call the compiled function under swap or async_save_on_cpu; for single "
+        "operations, leave the region out of torch.compile",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 def is_selective(context: object) -> bool:

@@ -64,8 +64,10 @@ _IGNORED = frozenset(
 
 _MUTATED = (
     "Tensor cached during selective activation checkpoint has been mutated: a result of {op} was written to in place "
-    "after it was {how}; recompute the operation, or do not write to its result"
+    "after it was {how}; {remedy}"
 )
+_DO_NOT_WRITE = "recompute the operation, or do not write to its result"
+_SAVE_IT = "answer MUST_SAVE for it with allow_cache_entry_mutation=True"
 _DIFFERENT = (
     "{op} was met in the recomputation of a checkpointed region {times} times, in its forward {known}: the region's "
     "operations depend on something that changed between forward and backward"
@@ -95,7 +97,9 @@ class _Saved:
 
     def get(self, op: Any, allow_mutation: bool) -> torch.Tensor:
         if not allow_mutation and self.tensor._version != self.version:
-            raise InplaceModificationError(_MUTATED.format(op=op, how="saved"))
+            raise InplaceModificationError(
+                _MUTATED.format(op=op, how="saved", remedy=_DO_NOT_WRITE)
+            )
         return self.tensor
 
 
@@ -113,7 +117,9 @@ class _Swapped:
             with _counters_shared():
                 return self.unpack(self.ticket)
         except InplaceModificationError as error:
-            raise InplaceModificationError(_MUTATED.format(op=op, how="offloaded")) from error
+            raise InplaceModificationError(
+                _MUTATED.format(op=op, how="offloaded", remedy=f"{_DO_NOT_WRITE}, or {_SAVE_IT}")
+            ) from error
 
 
 _RECOMPUTE = object()

@@ -133,25 +133,6 @@ def test_wrong_orders_warn_and_backward_is_right(hyper: Hyper, case: str) -> Non
     hyper.assert_at_rest()
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        "launch_offload",
-        "wait_offload",
-        "launch_load",
-        "wait_load",
-        "release_group_storage",
-        "abort_group",
-    ],
-)
-def test_unknown_groups(hyper: Hyper, call: str) -> None:
-    with pytest.raises(UsageError, match=rf"\[SwapManager.{call}\] no group 'nowhere'"):
-        getattr(hyper.manager, call)("nowhere")
-    hyper.manager.ensure_group("known")
-    with quiet():  # nothing is saved in it: an evaluation, say
-        getattr(hyper.manager, call)("known")
-
-
 @pytest.mark.parametrize("name", ["  ", "two\nlines", 3])
 def test_names(hyper: Hyper, name: Any) -> None:
     with pytest.raises(UsageError, match="is no name of a group"):
@@ -280,5 +261,18 @@ def test_added_storages(hyper: Hyper) -> None:
     offload(hyper, "added")
     y.sum().backward()
     assert torch.equal(x.grad, (x.cos() * x.sin().exp()).detach())  # type: ignore[arg-type]
+    del y
+    hyper.assert_at_rest()
+
+
+def test_names_under_other_hooks_in_a_group_warn(hyper: Hyper) -> None:
+    """Hooks are left in the order they were entered in: those inside of the group's must go first."""
+    x = make_input().requires_grad_()
+    with hyper.manager.group_context("hooked"), torch.autograd.graph.save_on_cpu():
+        with pytest.warns(RuntimeWarning, match="outside of recomputed regions and of other"):
+            y = hp.swap_tensor_wrapper(x.sin(), **hyper.options)
+        y = y * y
+    y.sum().backward()
+    assert torch.equal(x.grad, (2 * x.sin() * x.cos()).detach())  # type: ignore[arg-type]
     del y
     hyper.assert_at_rest()

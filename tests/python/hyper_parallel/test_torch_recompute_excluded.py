@@ -12,6 +12,7 @@ import torch.utils.checkpoint as torch_checkpoint
 from harness import Hyper
 from recompute_regions import (
     HIDDEN_BYTES,
+    ROWS,
     SAVE,
     SWAP,
     aten,
@@ -22,7 +23,7 @@ from recompute_regions import (
 )
 from torch import nn
 from torch_support import assert_same_bits
-from training import step
+from training import WIDTH, step
 
 import ebbtide.hyper_parallel as hp
 from ebbtide.errors import InplaceModificationError, UsageError
@@ -118,8 +119,13 @@ def test_an_excluded_output_that_is_written_to(hyper: Hyper) -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         return plain[1](block(x).mul_(2))
 
-    with pytest.raises(InplaceModificationError):
+    with pytest.raises(InplaceModificationError) as caught:
         hp.checkpoint(function, leaf(hyper)).sum().backward()
+    text = str(caught.value)
+    assert text.startswith("[checkpoint_exclude_wrapper] the output of Block in region "), text
+    assert "test_an_excluded_output_that_is_written_to.<locals>.function" in text, text
+    assert "save_output=False" in text and "write to a copy" in text, text
+    assert f"[{ROWS}, {WIDTH}]" in text and "modified by an inplace operation" in text, text
 
 
 def test_excluded_outputs_in_containers(hyper: Hyper) -> None:

@@ -159,7 +159,9 @@ def test_cap(tmp_path: Path) -> None:
     assert len(warned) == 1
     text = str(warned[0].message)
     assert "[disk tier]" in text and "24.0 KiB allowed" in text and "raise max_disk_bytes" in text
-    assert tide.stats().kept["host_full"] > 0
+    assert tide.stats().kept["disk_full"] > 0
+    assert tide.stats().kept["host_full"] == 0
+    assert "disk_full" in tide.report()
     assert 0 < os.fstat(spill_descriptor(tmp_path)).st_size <= 24 << 10
     assert_loaded(tide)
 
@@ -257,7 +259,7 @@ def test_limit_of_the_system_on_files(tmp_path: Path) -> None:
     assert_loaded(tide)
     assert_at_rest(tide)
     stats = tide.stats()
-    assert 0 < stats.spilled_bytes < 200_000 and stats.kept["host_full"] > 0, stats
+    assert 0 < stats.spilled_bytes < 200_000 and stats.kept["disk_full"] > 0, stats
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert_step_equal(tide, model, x)
     (warning,) = warned

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import weakref
@@ -9,6 +10,7 @@ import weakref
 import pytest
 import torch
 from support import assert_at_rest
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 from training import make_input, make_model, offload, raised_text
 
@@ -118,3 +120,41 @@ def test_a_cap_holds_also_after_another_object_has_filled_the_pool() -> None:
     assert second.stats().peak_host_bytes <= 1
     assert second.stats().kept["host_full"] > 0
     ebb.trim()
+
+
+class Raising(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.block(x)
+        raise ArithmeticError
+
+
+class Catching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Raising(block) for block in make_model(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            with contextlib.suppress(ArithmeticError):
+                layer(x)
+        return x
+
+
+def test_what_is_saved_behind_a_block_that_raised_is_in_no_group() -> None:
+    """Nor does it wait for the group to end."""
+    model, x = Catching(), make_input().requires_grad_()
+    tide = offload(model, keep_last_bytes=None, keep_last_groups=0)
+    with tide:
+        model(x)
+        y = (make_input(seed=2).requires_grad_() * 2).sin().exp()
+    in_groups = {group.name: group.storages for group in tide.group_stats()}
+    assert list(in_groups) == ["layers.0", "layers.1"] and all(in_groups.values())
+    # What sin was given, and exp's result.
+    assert tide.stats().storages - sum(in_groups.values()) == 2
+    y.sum().backward()
+    del y
+    assert_at_rest(tide)

@@ -116,3 +116,4 @@ def test_a_swapped_result_cannot_be_written_to_even_so(swaps: Swaps) -> None:
     with raised_text(InplaceModificationError) as text:
         run(in_place, make_input(ROWS), contexts=contexts)
     assert "offloaded" in text[0]
+    assert "answer MUST_SAVE for it with allow_cache_entry_mutation=True" in text[0]
