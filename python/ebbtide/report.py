@@ -317,7 +317,7 @@ def _transfer_rows(stats: Stats) -> list[_Row]:
             "stayed",
             None,
             max(0, stats.unique_bytes - stats.d2h_bytes),
-            "the rest of what was left to move: kept last, held by others until backward, changed",
+            "the rest of what was left to move: kept last, no room, held by others until backward, changed",
         ),
         _row("freed", None, stats.freed_bytes, "storages that nobody else held"),
     ]

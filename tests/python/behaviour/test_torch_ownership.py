@@ -345,3 +345,23 @@ def test_a_storage_resized_before_the_context_ends(torch_backend):
     tide = backend.offload()
     assert_same(backend, attempt(tide), expected)
     assert_at_rest(tide)
+
+
+def test_what_the_caller_held_until_backward_began_is_not_moved_then(backend):
+    """It is what backward needs first: it would come straight back."""
+    held = []
+
+    def program(anchor):
+        held[:] = [backend.tensor(64, seed=1)]
+        return backend.save(anchor, [backend.tensor(32), held[0]])
+
+    tide = backend.offload()
+    forward = backend.forward(program, [backend.leaf(2)], tide)
+    assert tide.stats().parked == 1
+    held.clear()
+    forward.gradients()
+    stats = tide.stats()
+    assert stats.live_hits == 1
+    assert stats.d2h_bytes == stats.h2d_bytes == 32 * 4
+    forward = None
+    assert_at_rest(tide)
