@@ -88,8 +88,8 @@ class OffloadConfig:
     prefetch_bytes: Size | None = None
     """Bound on bytes loading, or loaded and not yet asked for, whatever the groups.
 
-    Default: ``prefetch_groups``; outside groups what keeps below 256 MiB on the device, or below
-    what forward held there at its peak; CPU tensors 64 MiB."""
+    Default: ``prefetch_groups``; outside groups what keeps all that is held below 256 MiB (CPU
+    tensors: 64 MiB), or below what forward held at its peak."""
     prefetch_groups: int | None = None
     """With a group, so many groups before it are loaded; not together with ``prefetch_bytes``.
 
@@ -231,6 +231,7 @@ class OffloadConfig:
                 "prefetch_bytes", ACCELERATOR_PREFETCH_BYTES if accelerator else CPU_PREFETCH_BYTES
             ),
             prefetch_groups=groups("prefetch", PREFETCH_GROUPS),
+            prefetch_to_peak=self.prefetch_bytes is None,
             in_flight_bytes=nbytes("in_flight_bytes", in_flight_bytes),
             max_host_bytes=default_max_host_bytes()
             if self.max_host_bytes is None
@@ -260,9 +261,11 @@ class Resolved:
     keep_last_groups: int | None
     """None: bytes alone decide."""
     prefetch_bytes: int
-    """With ``prefetch_groups``: only outside groups, where more may be loaded, up to forward's peak."""
+    """With ``prefetch_groups``: only outside groups."""
     prefetch_groups: int | None
     """None: bytes alone decide."""
+    prefetch_to_peak: bool
+    """``prefetch_bytes`` bounds all that is held, and not only what is loaded ahead; or forward's peak, if that is more."""
     in_flight_bytes: int
     max_host_bytes: int
     max_disk_bytes: int | None

@@ -333,6 +333,8 @@ def test_defaults_for_cpu_tensors(disk: Path) -> None:
     assert resolved.prefetch_bytes == 64 * MIB
     assert resolved.in_flight_bytes == 64 * MIB
     assert (resolved.keep_last_groups, resolved.prefetch_groups) == (None, None)
+    assert resolved.prefetch_to_peak
+    assert not OffloadConfig(prefetch_bytes="64MiB").resolve("cpu", False, 0).prefetch_to_peak
     asked = OffloadConfig(keep_last_groups=2, prefetch_groups=0).resolve("cpu", False, 0)
     assert (asked.keep_last_groups, asked.prefetch_groups) == (2, 0)
 
