@@ -24,7 +24,7 @@ def loss(x):
     return ops.mse_loss(y, x)
 
 step = ms.value_and_grad(loss, None, net.trainable_params())
-for _ in range(30):
+for _ in range(8):
     step(x)
     tide.synchronize()
     stats = tide.stats()
