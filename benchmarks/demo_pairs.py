@@ -24,7 +24,7 @@ from ebbtide.demo.training import train
 MODES = ("plain", "ebbtide")
 
 # Of MindSpore, whose attention keeps many matrices of scores. Each saves some 0.8 GiB in 12 layers: enough that what is
-# held in any case (the window, copies on their way, a few operations' own results) does not make the figure.
+# held in any case (the window, copies on their way, a few operations' own results) weighs little.
 MINDSPORE_SIZES = {
     "decoder": {"layers": 12, "width": 512, "sequence": 256, "batch": 4},
     "mlp": {"layers": 12, "width": 512, "sequence": 1024, "batch": 16},
