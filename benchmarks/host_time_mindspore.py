@@ -67,11 +67,12 @@ def main() -> None:
             times[name].append(once(gradient, make(), x, options.length))
 
     table = Table(title=f"host time per saved tensor ({options.elements * 4} bytes), median")
-    for column in ("hooks", "microseconds", "above identity"):
+    for column in ("hooks", "microseconds", "above identity", "of identity"):
         table.add_column(column, justify="left" if column == "hooks" else "right")
     medians = {name: statistics.median(found) for name, found in times.items()}
     for name, found in medians.items():
-        table.add_row(name, f"{found:.1f}", f"{found - medians['identity']:+.1f}")
+        above, ratio = found - medians["identity"], found / medians["identity"]
+        table.add_row(name, f"{found:.1f}", f"{above:+.1f}", f"{ratio:.2f}")
     Console(width=100).print(table)
 
 

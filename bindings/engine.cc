@@ -141,7 +141,7 @@ void bind_engine(nb::module_& m) {
              std::uint64_t min_bytes, std::uint64_t keep_last_bytes, std::optional<std::uint64_t> keep_last_groups,
              std::uint64_t prefetch_bytes, std::optional<std::uint64_t> prefetch_groups, std::uint64_t in_flight_bytes,
              std::uint64_t max_tier_bytes, std::uint64_t max_backing_bytes, std::uint64_t pack_below_bytes,
-             std::uint32_t keep_last_storages) {
+             std::uint32_t keep_last_storages, bool prefetch_to_peak) {
             EngineConfig config;
             config.min_bytes = min_bytes;
             config.keep_last_bytes = keep_last_bytes;
@@ -149,6 +149,7 @@ void bind_engine(nb::module_& m) {
             config.keep_last_storages = keep_last_storages;
             config.prefetch_bytes = prefetch_bytes;
             config.prefetch_groups = prefetch_groups;
+            config.prefetch_to_peak = prefetch_to_peak;
             config.in_flight_bytes = in_flight_bytes;
             config.max_tier_bytes = max_tier_bytes;
             config.max_backing_bytes = max_backing_bytes;
@@ -158,7 +159,7 @@ void bind_engine(nb::module_& m) {
           nb::arg("space"), nb::arg("backing").none(), nb::kw_only(), nb::arg("min_bytes"), nb::arg("keep_last_bytes"),
           nb::arg("keep_last_groups").none(), nb::arg("prefetch_bytes"), nb::arg("prefetch_groups").none(),
           nb::arg("in_flight_bytes"), nb::arg("max_tier_bytes"), nb::arg("max_backing_bytes"),
-          nb::arg("pack_below_bytes"), nb::arg("keep_last_storages") = 0)
+          nb::arg("pack_below_bytes"), nb::arg("keep_last_storages") = 0, nb::arg("prefetch_to_peak") = false)
       .def("begin_epoch", [](Engine& engine) { return value(engine.begin_epoch()); })
       .def(
           "end_epoch", [](Engine& engine, std::uint64_t epoch) { return engine.end_epoch(EpochId{epoch}); },

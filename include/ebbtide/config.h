@@ -28,6 +28,8 @@ struct EngineConfig {
   // while no more is held than was at the peak. For others: what keeps all that is held below the peak, or below
   // prefetch_bytes; one guess in any case.
   std::optional<std::uint64_t> prefetch_groups = {};
+  // Without it: all storages are loaded ahead as those of no group are with it, rather than up to the bound.
+  bool prefetch_to_peak = false;
   // Bound on bytes of storages held only because their copy is running, or was when the backward began that is about
   // to ask for them: beyond it the latter go, then the oldest copy is waited for. 0 with streams: nothing is held and
   // nothing waited for, memory goes back in stream order, and its reuse waits instead.

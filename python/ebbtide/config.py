@@ -59,8 +59,8 @@ class OffloadConfig:
     prefetch_bytes: Size | None = None
     """Bound on bytes loading, or loaded and not yet asked for, whatever the groups.
 
-    Default: ``prefetch_groups``; outside groups what keeps below 256 MiB on the device, or below
-    what forward held there at its peak; CPU tensors 64 MiB."""
+    Default: ``prefetch_groups``; outside groups what keeps all that is held below 256 MiB (CPU
+    tensors: 64 MiB), or below what forward held at its peak."""
     prefetch_groups: int | None = None
     """With a group, so many groups before it are loaded; not together with ``prefetch_bytes``.
 

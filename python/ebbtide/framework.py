@@ -220,6 +220,9 @@ class Framework(Protocol):
     def end_of_pass(self, callback: Callable[[], None]) -> None:
         """Call back when the running backward ends, also by an exception. Only called while one runs."""
 
+    def finish_queued(self) -> None:
+        """Blocks until the host has done what the framework queued there: a backward that has returned then holds nothing."""
+
     def saved_tensor_hooks(
         self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
     ) -> AbstractContextManager[Any]: ...

@@ -300,5 +300,6 @@ class Offload:
         return table + ("" if self._framework.memory is None else render_peaks())
 
     def synchronize(self) -> None:
-        """Block until no copy of this object is running."""
+        """Block until no copy of this object is running, and the host has done what the framework queued there: only then
+        ``stats`` tells what a step of a framework that runs behind has left."""
         self._session.synchronize()

@@ -50,9 +50,11 @@ class Resolved:
     keep_last_groups: int | None
     """None: bytes alone decide."""
     prefetch_bytes: int
-    """With ``prefetch_groups``: only outside groups, where more may be loaded, up to forward's peak."""
+    """With ``prefetch_groups``: only outside groups."""
     prefetch_groups: int | None
     """None: bytes alone decide."""
+    prefetch_to_peak: bool
+    """``prefetch_bytes`` bounds all that is held, and not only what is loaded ahead; or forward's peak, if that is more."""
     in_flight_bytes: int
     max_host_bytes: int
     max_disk_bytes: int | None
@@ -126,6 +128,7 @@ class Resolved:
                 "prefetch_bytes", ACCELERATOR_PREFETCH_BYTES if accelerator else CPU_PREFETCH_BYTES
             ),
             prefetch_groups=groups("prefetch", PREFETCH_GROUPS),
+            prefetch_to_peak=config.prefetch_bytes is None,
             in_flight_bytes=nbytes("in_flight_bytes", in_flight_bytes),
             max_host_bytes=default_max_host_bytes()
             if config.max_host_bytes is None

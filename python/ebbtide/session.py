@@ -345,8 +345,9 @@ class Session:
     # --- for the owner
 
     def synchronize(self) -> None:
-        """Blocks until no copy is running."""
+        """Blocks until no copy is running and no backward that has returned holds anything."""
         process.require_usable("synchronize")
+        self._framework.finish_queued()
         self.transfers.drain()
 
     def stats(self) -> _core.Stats:

@@ -47,6 +47,7 @@ class Tiers:
             keep_last_groups=options.keep_last_groups,
             prefetch_bytes=options.prefetch_bytes,
             prefetch_groups=options.prefetch_groups,
+            prefetch_to_peak=options.prefetch_to_peak,
             in_flight_bytes=options.in_flight_bytes,
             max_tier_bytes=self.max_disk_bytes if self.first == "disk" else self.max_host_bytes,
             max_backing_bytes=self.max_disk_bytes,

@@ -201,7 +201,7 @@ void Engine::prefetch(const Entry& after, PassId pass, Commands& commands) {
           // In order of need: what does not fit is not overtaken by an older one.
           const std::uint64_t nbytes = entry.valid.span().end;
           const auto may = [&] {
-            if (!config_.prefetch_groups) return may_guess(device, nbytes);
+            if (!config_.prefetch_groups && !config_.prefetch_to_peak) return may_guess(device, nbytes);
             const bool near = by_groups ? entry.group_in_epoch + *config_.prefetch_groups >= after.group_in_epoch
                                         : guessed_bytes_[device] == 0 && config_.prefetch_bytes > 0;
             const std::uint64_t most =

@@ -70,6 +70,16 @@ TEST(EnginePeak, WithoutGroupsTooUnlessBytesAreGiven) {
   }
 }
 
+TEST(EnginePeak, WithoutPrefetchGroupsTheStoragesOfGroupsCountAsAllOthers) {
+  for (const bool to_peak : {false, true}) {
+    Driver driver({.config = {.keep_last_groups = 1, .prefetch_bytes = 3 * kBytes, .prefetch_to_peak = to_peak}});
+    const std::vector<Saved> saved = forward(driver);
+    // Forward held what is kept and nothing else: the bound in bytes is less, one guess comes in any case.
+    EXPECT_EQ(backward(driver, saved), kBytes + kLarge + (to_peak ? 1 : 3) * kBytes);
+    EXPECT_EQ(driver.engine.stats().prefetch_misses, 0u);
+  }
+}
+
 TEST(EnginePeak, OneGuessIsLoadedHoweverLarge) {
   Driver driver({.config = {.prefetch_bytes = 1, .prefetch_groups = 1}});
   const std::vector<Saved> saved = offloaded_storages(driver, 3);

@@ -146,6 +146,7 @@ class RandomSession {
     options.device_capacity = one_of({1 << 20, 1 << 20, 5000});
     options.grows = below(3) == 0;
     options.hold_copies = streams_ || below(4) != 0;
+    options.config.prefetch_to_peak = below(2) == 0;
     return options;
   }
 

@@ -63,6 +63,9 @@ def test_defaults_for_cpu_tensors(disk: Path) -> None:
     assert resolved.prefetch_bytes == 64 * MIB
     assert resolved.in_flight_bytes == 64 * MIB
     assert (resolved.keep_last_groups, resolved.prefetch_groups) == (None, None)
+    assert resolved.prefetch_to_peak
+    given = Resolved.from_config(OffloadConfig(prefetch_bytes="64MiB"), "cpu", False, 0)
+    assert not given.prefetch_to_peak
     asked = Resolved.from_config(
         OffloadConfig(keep_last_groups=2, prefetch_groups=0), "cpu", False, 0
     )

@@ -46,7 +46,10 @@ class Trainer:
         self.accelerator = None
 
     def warm_up(self) -> None:
-        self._train_on(next(self._batches)[:1, :_WARM_UP_TOKENS])
+        tokens = next(self._batches)[:1, :_WARM_UP_TOKENS]
+        # The second step's memory grows once more, by as much as the gradients have; later ones' does not.
+        for _ in range(2):
+            self._train_on(tokens)
 
     def set_learning_rate(self, rate: float) -> None:
         ops.assign(self._optimizer.learning_rate, Tensor(rate, mindspore.float32))

@@ -169,6 +169,9 @@ class MindSporeFramework:
     def end_of_pass(self, callback: Callable[[], None]) -> None:
         passes.at_end(callback)
 
+    def finish_queued(self) -> None:
+        _pynative_executor.sync()
+
     def saved_tensor_hooks(
         self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
     ) -> AbstractContextManager[Any]:

@@ -295,6 +295,9 @@ class TorchFramework:
     def end_of_pass(self, callback: Callable[[], None]) -> None:
         Variable._execution_engine.queue_callback(callback)
 
+    def finish_queued(self) -> None:
+        pass
+
     def saved_tensor_hooks(
         self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
     ) -> AbstractContextManager[Any]:

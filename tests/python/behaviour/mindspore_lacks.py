@@ -30,13 +30,14 @@ TESTS = {
     "test_complex_gradients_through_conjugates": "MindSpore has no lazy conjugate bit",
     "test_attention_with_a_padded_mask": "MindSpore has no scaled_dot_product_attention on the CPU",
     "test_no_grad_and_eval_between_forward_and_backward": (
-        "of torch.nn modules; tests/python/mindspore trains nn cells"
+        "of modes of torch.nn modules; test_no_grad_between_forward_and_backward is about cells too"
     ),
     "test_a_forward_and_backward_inside_a_backward": (
         "MindSpore's recomputation has tests of its own, in tests/python/mindspore"
     ),
-    "test_outputs_do_not_leak": "MindSpore's graph nodes take no mark; "
-    "test_forwards_without_a_backward counts memory instead",
+    "test_outputs_do_not_leak": (
+        "marks PyTorch's graph nodes; tests/python/mindspore/test_outputs.py marks tensors"
+    ),
     "test_a_saved_tensor_read_without_a_backward": (
         "MindSpore's graph nodes do not show what they saved"
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import nullcontext
 
 import pytest
 from checks import assert_moved, assert_same, compare, run, save_and_restore
@@ -88,6 +89,25 @@ def test_no_grad_and_eval_between_forward_and_backward(torch_backend):
     model.load_state_dict(state)
     tide = torch_backend.offload(model)
     assert_same(torch_backend, step(tide), expected)
+    assert_loaded(tide)
+    assert_at_rest(tide)
+
+
+def test_no_grad_between_forward_and_backward(backend):
+    """A forward for evaluation saves nothing and disturbs nothing of the one before it."""
+
+    def step(net, x, tide):
+        forward = backend.forward(lambda *_: net.run(x), net.weights, tide)
+        with tide or nullcontext(), backend.no_grad():
+            evaluated = net.run(x)
+        return [forward.output, evaluated, *forward.gradients()]
+
+    x = backend.view(backend.leaf(3, 8, dtype="float32"), ("detach",))
+    expected = step(backend.network(), x, None)
+    tide = backend.offload()
+    compared = step(backend.network(), x, tide)
+    assert_same(backend, compared, expected)
+    assert_same(backend, compared[:1], compared[1:2])
     assert_loaded(tide)
     assert_at_rest(tide)
 
