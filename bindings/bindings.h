@@ -17,6 +17,8 @@ void bind_engine(nanobind::module_& m);
 void bind_host_executor(nanobind::module_& m);
 void bind_stream_copies(nanobind::module_& m);
 void bind_command_runner(nanobind::module_& m);
+void bind_torch_tensors(nanobind::module_& m);
+void bind_torch_copies(nanobind::module_& m);
 void bind_malloc_threshold(nanobind::module_& m);
 void bind_lifetime(nanobind::module_& m);
 

@@ -44,9 +44,11 @@ class CommandRunner {
   void expect_nothing() { expected_.clear(); }
   [[nodiscard]] bool expects(CopyId copy) const { return expected_.contains(copy); }
 
-  // (outcome, load, whether another thread allocates, bytes, residue, stream, commands): see RestoreVerdict. For what
-  // is there the commands were run, and are None.
-  [[nodiscard]] nanobind::object restore(TicketId ticket, PassId pass, bool live, bool shared, StreamRef stream);
+  // (outcome, storage, load, whether another thread allocates, bytes, residue, stream, commands): see RestoreVerdict.
+  // For what is there the commands were run, and are None; so is a storage that another thread loads anew: ask again.
+  // None where a counter of the entry moved and its storage is gone. With `allow_live` the saved storage will do.
+  [[nodiscard]] nanobind::object restore(nanobind::handle entry, TicketId ticket, PassId pass, bool allow_live,
+                                         StreamRef stream);
   // Memory for a load that the engine has begun; tells the engine where there is none.
   [[nodiscard]] nanobind::object allocate(StorageId storage, CopyId load, std::int64_t device, std::uint64_t nbytes,
                                           std::uint64_t residue, StreamRef stream);
@@ -58,6 +60,7 @@ class CommandRunner {
  private:
   [[nodiscard]] nanobind::object self() { return nanobind::find(this); }
   [[nodiscard]] nanobind::object find(StorageId storage) const;
+  [[nodiscard]] nanobind::object unmoved(nanobind::handle entry) const;
   [[nodiscard]] std::uint64_t moved(nanobind::handle witnesses) const;
   [[nodiscard]] ProbeAnswer inspect(nanobind::handle entry) const;
   void cut_short();
@@ -78,7 +81,7 @@ class CommandRunner {
   std::unordered_set<CopyId> expected_;
   nanobind::dict entries_, elsewhere_;
   nanobind::object framework_, streams_, on_, current_;
-  nanobind::object unmoved_, holders_, version_, address_, weak_, storage_ref_;
+  nanobind::object unmoved_, holders_, version_, address_, weak_, lock_, storage_ref_;
 };
 
 }  // namespace ebbtide::bindings

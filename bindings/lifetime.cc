@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "bindings.h"
+#include "owned.h"
 
 namespace nb = nanobind;
 
@@ -36,23 +37,6 @@ class AtEnd {
 
  private:
   nb::object callback_;
-};
-
-// A value and what gives it back: called with it in the destructor.
-class Owned {
- public:
-  Owned(nb::object value, nb::object free) : value_(std::move(value)), free_(std::move(free)) {}
-  Owned(const Owned&) = delete;
-  Owned& operator=(const Owned&) = delete;
-  ~Owned() {
-    in_destructor([this] { free_(value_); });
-  }
-
-  [[nodiscard]] const nb::object& value() const { return value_; }
-
- private:
-  nb::object value_;
-  nb::object free_;
 };
 
 }  // namespace

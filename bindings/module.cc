@@ -14,4 +14,6 @@ NB_MODULE(_core, m) {
   bind_command_runner(m);
   bind_malloc_threshold(m);
   bind_lifetime(m);
+  bind_torch_tensors(m);
+  bind_torch_copies(m);
 }

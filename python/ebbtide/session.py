@@ -237,29 +237,21 @@ class Session:
         stream = transfers.current_stream(entry.ref.device)
         short_of_memory = False
         while True:
-            live = None
-            if allow_live:
-                # Where plain autograd would read the same bytes from it.
-                live = entry.lease if entry.leases else None
-                if live is None:
-                    live = self._unmoved(entry)
-            weak = entry.restored_weak
-            shared = framework.lock(weak) if live is None and weak is not None else None
-            if live is None and allow_live and not transfers.intact(entry):
+            # Where plain autograd would read the same bytes from the saved storage, that is taken.
+            found = transfers.restore(entry, ticket.id, pass_id, allow_live, stream)
+            if found is None:
                 raise self._not_intact(entry)
-            outcome, load, allocating, nbytes, residue, its_stream, commands = transfers.restore(
-                ticket.id, pass_id, live is not None, shared is not None, stream
-            )
+            outcome, storage, load, allocating, nbytes, residue, its_stream, commands = found
             if outcome == _LIVE:
                 if stream != 0 and stream not in entry.streams:
                     assert framework.streams is not None
-                    framework.streams.record_stream(live, stream)
+                    framework.streams.record_stream(storage, stream)
                     entry.streams += (stream,)
-                return live
+                return storage
             if outcome == _SHARED:
-                if entry.restored_weak is not weak or load in entry.load_errors:
-                    continue  # another thread loaded it anew meanwhile, or failed to
-                return shared
+                if storage is None:
+                    continue
+                return storage
             if outcome == _LOAD:
                 assert commands is not None
                 try:
@@ -283,13 +275,6 @@ class Session:
                     return storage
                 continue
             transfers.wait_for_other(entry, load, allocating)
-
-    def _unmoved(self, entry: StorageEntry) -> Storage | None:
-        """The saved storage, if it is still there."""
-        storage = self._framework.lock(entry.weak)
-        if storage is None or not self._framework.unmoved(storage, entry.ref):
-            return None
-        return storage
 
     def _modified(self, ticket: Ticket, found: int) -> InplaceModificationError:
         label = self._engine.label_of(ticket.entry.storage_id)

@@ -6,13 +6,15 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 
-from ebbtide._core import KeepReason, Owned
+from ebbtide import _core
+from ebbtide._core import KeepReason
 from ebbtide.errors import UsageError
 from ebbtide.framework import DeviceMemory, StorageRef, Streams, ViewMeta, Weights
 from ebbtide.torch.blocks import graph_task_id, repeated_blocks, watch
@@ -32,17 +34,15 @@ _use_count = getattr(torch._C, "_storage_Use_Count", None)
 
 _APPLY_CODE = torch.autograd.Function.apply.__func__.__code__
 
-
-_free_weak_reference = torch.UntypedStorage._free_weak_ref
-_new_tuple = tuple.__new__  # a named one, without the call of its own function
-
-
-_held = [torch.UntypedStorage(0)]
-_REFERENCES_OF_A_LIST = sys.getrefcount(_held[-1])
+_Storage = torch.UntypedStorage
+_new_storage: Any = _Storage.__new__  # without the call of an empty __init__
 
 
-class TorchFramework:
-    """See :class:`ebbtide.framework.Framework`. One device type per object; thread safe."""
+class TorchFramework(_core.TorchTensors):
+    """See :class:`ebbtide.framework.Framework`. One device type per object; thread safe.
+
+    What is called for every tensor is in the base class.
+    """
 
     keep_last_storages = 0
 
@@ -51,75 +51,27 @@ class TorchFramework:
         self._is_cpu = device_type == "cpu"
         self.streams: Streams | None = None if self._is_cpu else _streams(device_type)
         self.memory: DeviceMemory | None = None if self._is_cpu else ACCELERATOR_MEMORY
-        self._capturing = _capture_query(device_type)
-        self._devices: set[torch.device] = set()  # of this type, seen so far
         self._where: dict[int, torch.device] = {}  # by index
-        self._dtype_kinds: dict[torch.dtype, int] = {}
         self._empty: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+        helpers = SimpleNamespace(
+            StorageRef=StorageRef,
+            ViewMeta=ViewMeta,
+            cast_dtypes=_CAST_DTYPES,
+            is_functorch_wrapped=is_functorch_wrapped,
+            capturing=_capture_query(device_type),
+            use_count=_use_count,
+            is_weight=is_weight,
+            is_weight_cast=is_weight_cast,
+        )
+        super().__init__(torch, device_type, helpers)
 
     # --- what a tensor is
-
-    def keep_reason(self, tensor: torch.Tensor, weights: Weights) -> KeepReason | None:
-        if type(tensor) is not torch.Tensor:
-            return KeepReason.PARAMETER if is_weight(tensor) else KeepReason.UNSUPPORTED
-        base = tensor._base
-        if base is not None and is_weight(base):
-            return KeepReason.PARAMETER
-        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
-            return KeepReason.UNSUPPORTED
-        if is_functorch_wrapped(tensor):
-            return KeepReason.UNSUPPORTED
-        if self._is_cpu:
-            if not tensor.is_cpu:
-                return KeepReason.DEVICE
-        elif tensor.device not in self._devices and not self._is_own(tensor.device):
-            return KeepReason.DEVICE
-        elif self._capturing is not None and self._capturing():
-            return KeepReason.CAPTURE
-        storage = tensor.untyped_storage()
-        # The memory of others than torch's allocator (parts of a storage, what was taken over from other libraries) cannot
-        # be kept from reuse while a stream works on it, nor allocated anew at the same residue.
-        if not self._is_cpu and not (
-            storage.resizable() and storage.data_ptr() % _ALIGNMENT_BYTES == 0
-        ):
-            return KeepReason.UNSUPPORTED
-        if weights.holds(storage):
-            return KeepReason.PARAMETER
-        if tensor.dtype in _CAST_DTYPES and is_weight_cast(tensor if base is None else base):
-            return KeepReason.PARAMETER_CAST
-        if tensor.numel() == 0:
-            return KeepReason.SMALL
-        return None
-
-    def _is_own(self, device: torch.device) -> bool:
-        if device.type != self.device_type:
-            return False
-        self._devices.add(device)
-        return True
 
     def nbytes(self, tensor: torch.Tensor) -> int:
         try:
             return tensor.numel() * tensor.element_size()
         except RuntimeError:
             return 0
-
-    def view_meta(self, tensor: torch.Tensor) -> ViewMeta:
-        dtype = tensor.dtype
-        kind = self._dtype_kinds.get(dtype)
-        if kind is None:
-            kind = self._dtype_kinds.setdefault(dtype, len(self._dtype_kinds) * _MAX_VIEW_KINDS)
-        kind += tensor.is_conj() + 2 * tensor.is_neg()
-        return _new_tuple(
-            ViewMeta,
-            (
-                tensor.storage_offset(),
-                tensor.element_size(),
-                kind,
-                tensor.size(),
-                tensor.stride(),
-                dtype,
-            ),
-        )
 
     def is_region_input(self) -> bool:
         frame = sys._getframe(2).f_back
@@ -134,34 +86,7 @@ class TorchFramework:
     # Where one call of torch is all there is, its C function itself stands for the method: twice as fast.
     storage = staticmethod(torch.Tensor.untyped_storage)
 
-    def storage_bytes(self, tensor: torch.Tensor) -> int:
-        return tensor.untyped_storage().nbytes()
-
-    def storage_ref(self, storage: torch.UntypedStorage) -> StorageRef:
-        device = 0 if self._is_cpu else storage.device.index
-        return _new_tuple(
-            StorageRef, (device, storage._cdata, storage.data_ptr(), storage.nbytes())
-        )
-
     address = staticmethod(torch.UntypedStorage.data_ptr)
-
-    def unmoved(self, storage: torch.UntypedStorage, ref: StorageRef) -> bool:
-        return storage.data_ptr() == ref.address and storage.nbytes() == ref.nbytes
-
-    def weak(self, storage: torch.UntypedStorage) -> Owned:
-        return Owned(storage._weak_ref(), _free_weak_reference)
-
-    def lock(self, weak: Owned) -> torch.UntypedStorage | None:
-        return torch.UntypedStorage._new_with_weak_ptr(weak.value)
-
-    def holders(self, held: list[torch.UntypedStorage]) -> int | None:
-        if _use_count is None:
-            return None
-        # Tensors hold the storage itself; users may also hold the same Python object as the session. Python's own calls
-        # hold their arguments once or twice (a compiler's or a debugger's frame evaluation), so none is in between.
-        others: int = _use_count(held[-1]._cdata) - 1
-        of_object = sys.getrefcount(held[-1]) - _REFERENCES_OF_A_LIST
-        return others + of_object if of_object > 0 else others
 
     def allocate(self, nbytes: int, residue: int, device: int) -> torch.UntypedStorage:
         where = self._where.get(device)
@@ -169,11 +94,11 @@ class TorchFramework:
             where = torch.device(self.device_type, None if self._is_cpu else device)
             self._where[device] = where
         try:
-            storage = torch.UntypedStorage(nbytes, device=where)
+            storage: torch.UntypedStorage = _new_storage(_Storage, nbytes, device=where)
             shift = (residue - storage.data_ptr()) % _ALIGNMENT_BYTES
             if shift == 0:
                 return storage
-            storage = torch.UntypedStorage(nbytes + _ALIGNMENT_BYTES, device=where)
+            storage = _new_storage(_Storage, nbytes + _ALIGNMENT_BYTES, device=where)
             shift = (residue - storage.data_ptr()) % _ALIGNMENT_BYTES
             return storage[shift : shift + nbytes]
         except torch.OutOfMemoryError as error:
@@ -188,14 +113,9 @@ class TorchFramework:
 
     version = staticmethod(attrgetter("_version"))
 
-    def witness(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_conj() or tensor.is_neg():
-            return self._emptied(tensor, self._empty_like(tensor))
-        alias = tensor.detach()
-        kind = tensor.dtype, tensor.device
-        empty = self._empty.get(kind)
-        alias.data = self._empty_of(*kind) if empty is None else empty
-        return alias
+    def witness_of_lazy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The witness of a tensor with a conj or neg bit."""
+        return self._emptied(tensor, self._empty_like(tensor))
 
     def _emptied(self, tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
         """``data`` on the in-place counter of ``tensor``."""
@@ -206,25 +126,21 @@ class TorchFramework:
         if alias.is_conj() != data.is_conj():
             if not alias.is_complex():
                 alias.data = _with_bits(
-                    self._empty_of(data.dtype, data.device), False, data.is_neg()
+                    self.empty_of(data.dtype, data.device), False, data.is_neg()
                 )
             alias = torch._conj(alias).detach()
         alias.data = data
         return alias
 
     def _empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        empty = self._empty_of(tensor.dtype, tensor.device)
+        empty = self.empty_of(tensor.dtype, tensor.device)
         return _with_bits(empty, tensor.is_conj(), tensor.is_neg())
 
-    def _empty_of(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def empty_of(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         empty = self._empty.get((dtype, device))
         if empty is None:
             empty = self._empty[dtype, device] = _make_empty(dtype, device)
         return empty
-
-    def counter_owner(self, tensor: torch.Tensor) -> torch.Tensor:
-        base = tensor._base
-        return tensor if base is None else base
 
     replaceable = staticmethod(attrgetter("is_leaf"))
 
@@ -267,27 +183,19 @@ class TorchFramework:
         frame = sys._getframe(1).f_back
         return frame is not None and frame.f_globals.get("__name__") == "torch.utils.checkpoint"
 
-    @unobserved
-    def make_view(
+    def make_any_view(
         self, storage: torch.UntypedStorage, view: ViewMeta, witness: torch.Tensor
     ) -> torch.Tensor:
+        """What ``make_view`` is for, also of lazy bits and in inference mode."""
         if torch.is_inference_mode_enabled():
             # Its tensors have no in-place counter to share.
             with torch.inference_mode(False):
-                return self.make_view(storage, view, witness)
+                return self.make_any_view(storage, view, witness)
         offset, _, kind, sizes, strides, dtype = view
-        kind_of_empty = dtype, storage.device
-        empty = self._empty.get(kind_of_empty)
-        if empty is None:
-            empty = self._empty_of(*kind_of_empty)
-        data = empty.detach()  # cheaper than a new tensor
+        data = self.empty_of(dtype, storage.device).detach()
         data.set_(storage, offset, sizes, strides)
         bits = kind % _MAX_VIEW_KINDS
-        if bits or witness.is_conj() or witness.is_neg():
-            return self._emptied(witness, _with_bits(data, bool(bits & 1), bool(bits & 2)))
-        alias = witness.detach()
-        alias.data = data
-        return alias
+        return self._emptied(witness, _with_bits(data, bool(bits & 1), bool(bits & 2)))
 
     def current_pass(self) -> int:
         return graph_task_id() + 1
@@ -334,7 +242,10 @@ def _streams(device_type: str) -> TorchStreams:
 
 
 def _capture_query(device_type: str) -> Callable[[], bool] | None:
-    return getattr(getattr(torch, device_type, None), "is_current_stream_capturing", None)
+    # The C function under the public one, where it has one.
+    query = getattr(torch._C, f"_{device_type}_isCurrentStreamCapturing", None)
+    module = getattr(torch, device_type, None)
+    return query or getattr(module, "is_current_stream_capturing", None)
 
 
 def _with_bits(tensor: torch.Tensor, conj: bool, neg: bool) -> torch.Tensor:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from ebbtide import _core
 from ebbtide.torch.unobserved import unobserved
 
 # Without the checks of its public name, which accepts devices of any kind.
@@ -18,22 +19,25 @@ _current_device = getattr(
 )
 
 
-class TorchStreams:
-    """See :class:`ebbtide.framework.Streams`. One object per device type and process; thread safe."""
+_HELPERS = SimpleNamespace(
+    current_stream=_current_stream, set_stream=_set_stream, current_device=_current_device
+)
+
+
+class TorchStreams(_core.TorchCopies):
+    """See :class:`ebbtide.framework.Streams`. One object per device type and process; thread safe.
+
+    What is called for every copy is in the base class.
+    """
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
         self._numbers: dict[tuple[int, int], int] = {}  # by device index and torch's number
         self._streams: list[torch.Stream | None] = [None]
         self._copy_streams: dict[tuple[int, bool], int] = {}
-        self._empty: dict[torch.device, torch.Tensor] = {}
+        super().__init__(torch, self._streams, _HELPERS)
 
-    def current(self, device: int) -> int:
-        stream = _current_stream(device)
-        number = self._numbers.get((device, stream.stream_id))
-        return self._number(stream) if number is None else number
-
-    def _number(self, stream: torch.Stream) -> int:
+    def number_of(self, stream: torch.Stream) -> int:
         key = stream.device_index, stream.stream_id
         number = self._numbers.get(key)
         if number is None:
@@ -51,7 +55,7 @@ class TorchStreams:
         number = self._copy_streams.get((device, to_device))
         if number is None:
             stream = torch.Stream(device=torch.device(self._device_type, device))
-            number = self._copy_streams.setdefault((device, to_device), self._number(stream))
+            number = self._copy_streams.setdefault((device, to_device), self.number_of(stream))
         return number
 
     def on(self, stream: int) -> AbstractContextManager[Any]:
@@ -63,59 +67,13 @@ class TorchStreams:
             device_type=shared.device_type,
         )
 
-    def record(self, stream: int, event: torch.Event | None = None) -> torch.Event:
-        on: Any = self._streams[stream]
-        if event is None:
-            event = torch.Event(device=on.device)
-        event.record(on)
-        return event
-
-    def wait(self, stream: int, event: torch.Event) -> None:
-        on: Any = self._streams[stream]
-        on.wait_event(event)
-
     # C functions themselves: each is all that the method would call.
     done = staticmethod(torch.Event.query)
     synchronize = staticmethod(torch.Event.synchronize)
 
-    @unobserved
-    def bytes_of(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        device = storage.device
-        empty = self._empty.get(device)
-        if empty is None:
-            with torch.inference_mode(False):  # whose tensors could not be changed outside of it
-                empty = torch.empty(0, dtype=torch.uint8, device=device)
-            self._empty[device] = empty
-        return empty.detach().set_(storage)  # cheaper than a new tensor
-
-    @unobserved
-    def issue(
-        self,
-        stream: int,
-        after: Sequence[torch.Event],
-        copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        event: torch.Event | None = None,
-    ) -> torch.Event:
-        on: Any = self._streams[stream]
-        device = on.device_index
-        for before in after:
-            on.wait_event(before)
-        if device == _current_device():
-            current = _current_stream(device)
-            try:
-                _set_stream(on)
-                for dst, src in copies:
-                    dst.copy_(src, True)
-            finally:
-                _set_stream(current)
-        else:
-            with self.on(stream):
-                for dst, src in copies:
-                    dst.copy_(src, True)
-        if event is None:
-            event = torch.Event(device=on.device)
-        event.record(on)
-        return event
+    def no_bytes(self, device: torch.device) -> torch.Tensor:
+        with torch.inference_mode(False):  # whose tensors could not be changed outside of it
+            return torch.empty(0, dtype=torch.uint8, device=device)
 
     @unobserved
     def staging(self, nbytes: int, device: int) -> torch.Tensor:
@@ -138,14 +96,6 @@ class TorchStreams:
 
     def record_stream(self, storage: torch.UntypedStorage, stream: int) -> None:
         self.record_stream_of(self.bytes_of(storage), stream)
-
-    @unobserved
-    def record_stream_of(self, tensor: torch.Tensor, stream: int) -> None:
-        if tensor.is_conj() or tensor.is_neg():
-            # Torch would carry the bits out first, and tell the allocator of the tensor that it makes for that.
-            self.record_stream(tensor.untyped_storage(), stream)
-        else:
-            tensor.record_stream(self._stream(stream))
 
     def unified(self) -> bool:
         properties = getattr(getattr(torch, self._device_type, None), "get_device_properties", None)

@@ -62,7 +62,9 @@ def is_weight_cast(tensor: torch.Tensor) -> bool:
 
 
 class ModelWeights:
-    """Storages of a model's parameters and buffers, held weakly. Reads from any thread see a whole walk."""
+    """Storages of a model's parameters and buffers, held weakly, by the number that is not issued again meanwhile.
+
+    Reads from any thread see a whole walk."""
 
     def __init__(self, model: Any) -> None:
         if model is not None and not isinstance(model, torch.nn.Module):
@@ -70,7 +72,7 @@ class ModelWeights:
                 f"[offload] model is a {type(model).__name__}: pass a torch.nn.Module, or leave it out"
             )
         self._model = model
-        self._storages: dict[int, StorageWeakRef] = {}
+        self.storages: dict[int, StorageWeakRef] = {}
         self.refresh()
 
     def refresh(self) -> None:
@@ -82,11 +84,10 @@ class ModelWeights:
                 storage = _storage(weight)
                 if storage is not None and storage._cdata not in storages:
                     storages[storage._cdata] = StorageWeakRef(storage)
-        self._storages = storages
+        self.storages = storages
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
-        # While the weak reference is held the number is not issued again.
-        return storage._cdata in self._storages
+        return storage._cdata in self.storages
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:

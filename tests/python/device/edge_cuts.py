@@ -21,12 +21,16 @@ Cut = contextlib.AbstractContextManager[None]
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = owner.__dict__[name]
+    own = name in vars(owner)  # else its base class has it
+    before = vars(owner).get(name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        if own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
 
 
 @contextlib.contextmanager

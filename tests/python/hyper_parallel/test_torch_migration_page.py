@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,11 @@ def test_the_page_runs_from_top_to_bottom() -> None:
     assert len(BLOCKS) >= 4
     for number, block in enumerate(BLOCKS):
         exec(compile(block, f"{PAGE.name}, block {number + 1}", "exec"), given)
+    # The page's last forwards have no backward: they end with its variables, and are no other test's.
+    given.clear()
+    gc.collect()
+    hp.synchronize()
+    assert hp.stats().entries == 0
 
 
 def test_every_name_in_the_table_exists() -> None:

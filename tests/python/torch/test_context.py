@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import threading
 from collections.abc import Callable
@@ -294,7 +295,7 @@ def test_garbage_collection_anywhere(place: str, monkeypatch: pytest.MonkeyPatch
     model, x = make_model(), make_input(rows=4)
     expected = step(model, x)
     tide = offload(model)
-    original: Any = TorchFramework.__dict__[place]
+    original: Any = inspect.getattr_static(TorchFramework, place)
     calls: list[int] = []
 
     def collecting(self: TorchFramework, *arguments: Any) -> Any:
