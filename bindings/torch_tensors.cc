@@ -59,6 +59,7 @@ TorchTensors::TorchTensors(const nb::object& torch, const nb::object& device_typ
       set_(tensor_type_, "set_"),
       is_conj_(tensor_type_, "is_conj"),
       is_neg_(tensor_type_, "is_neg"),
+      is_zero_(tensor_type_, "_is_zerotensor"),
       numel_(tensor_type_, "numel"),
       storage_offset_(tensor_type_, "storage_offset"),
       element_size_(tensor_type_, "element_size"),
@@ -105,7 +106,7 @@ nb::object TorchTensors::keep_reason(nb::handle tensor, nb::handle weights) {
   const nb::object base = base_.get(tensor);
   if (!base.is_none() && is_weight(base)) return because(KeepReason::kParameter);
   if (!layout_.get(tensor).is(strided_) || is_true(is_nested_.get(tensor)) || is_true(is_quantized_.get(tensor)) ||
-      is_true(is_wrapped_(tensor))) {
+      is_true(is_wrapped_(tensor)) || is_true(is_zero_(tensor))) {
     return because(KeepReason::kUnsupported);
   }
   if (!(is_cpu_ ? is_true(on_cpu_.get(tensor)) : is_own(device_.get(tensor)))) return because(KeepReason::kDevice);

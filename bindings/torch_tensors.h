@@ -56,8 +56,8 @@ class TorchTensors {
   const bool is_cpu_;
   const nanobind::object tensor_type_, strided_, storage_ref_type_, view_meta_type_, cast_dtypes_;
   const Attribute base_, layout_, is_nested_, is_quantized_, on_cpu_, device_, dtype_, data_;
-  const Function detach_, set_, is_conj_, is_neg_, numel_, storage_offset_, element_size_, size_, stride_, get_device_,
-      untyped_storage_;
+  const Function detach_, set_, is_conj_, is_neg_, is_zero_, numel_, storage_offset_, element_size_, size_, stride_,
+      get_device_, untyped_storage_;
   const Attribute storage_device_, storage_cdata_, device_index_, device_kind_;
   const Function data_ptr_, nbytes_, resizable_, weak_ref_, lock_;
   const nanobind::object free_weak_ref_;

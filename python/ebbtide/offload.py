@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 from ebbtide import process
 from ebbtide.config import OffloadConfig
@@ -159,7 +159,7 @@ class Offload:
     """Offloads what autograd saves while the context is entered; backward may run inside it or after it.
 
     May be entered many times, nested, and by several threads at once. Totals run from the object's making or from
-    ``reset_stats``.
+    ``reset_stats``. Cannot be copied or pickled: UsageError.
     """
 
     def __init__(
@@ -281,6 +281,12 @@ class Offload:
     def group_stats(self) -> list[GroupTotals]:
         """Per name of a group, in the order of first use."""
         return group_totals(self._session)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise UsageError(
+            "[offload] an offload object cannot be copied or pickled, nor what holds it: "
+            "make one for the copy, with offload(model, ...)"
+        )
 
     def reset_stats(self) -> None:
         """Totals to zero; what is held now stays and is the new peak."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 from contextlib import nullcontext
 
 import pytest
 from checks import assert_moved, assert_same, compare, run, save_and_restore
 from support import assert_at_rest, assert_loaded
+
+from ebbtide import UsageError
 
 FLOAT = 4
 DOUBLE = 8
@@ -339,3 +343,21 @@ def test_totals_add_up_over_passes(backend):
     second = tide.stats()
     for name in ("saved_tensors", "storages", "d2h_bytes", "h2d_bytes", "freed_bytes"):
         assert getattr(second, name) == 2 * getattr(first, name), name
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.copy, copy.deepcopy, pickle.dumps], ids=lambda f: f.__name__
+)
+@pytest.mark.parametrize("trained", [False, True])
+def test_an_object_refuses_to_be_copied_and_stays_usable(backend, duplicate, trained):
+    """Also what holds it: a settings object, a trainer, a model with it as an attribute."""
+    tide = backend.offload()
+    program, leaves = network(backend), leaves_of(backend)
+    if trained:
+        run(backend, program, leaves, tide)
+    for _ in range(3):
+        with pytest.raises(UsageError, match="cannot be copied or pickled"):
+            duplicate({"tide": [tide]} if duplicate is not copy.copy else tide)
+    expected = run(backend, program, leaves, nullcontext())
+    assert_same(backend, run(backend, program, leaves, tide), expected)
+    assert_at_rest(tide)

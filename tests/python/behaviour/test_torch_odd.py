@@ -152,6 +152,19 @@ def test_wrappers_without_memory(torch_backend):
     assert stats.kept["unsupported"] == 1
 
 
+@pytest.mark.parametrize("view", [(), ("t",), ("narrow", 0, 1, 2)], ids=str)
+def test_zeros_without_memory(torch_backend, view):
+    """What forward-mode derivatives have for tangents of zero."""
+
+    def make():
+        return torch_backend.view(torch._efficientzerotensor((5, 3)), *([view] if view else []))
+
+    found, stats = pass_through(torch_backend, make)
+    assert found._is_zerotensor()
+    assert found.shape == make().shape
+    assert stats.kept["unsupported"] == 1
+
+
 def test_storages_that_were_emptied(torch_backend):
     """A view of a storage that somebody has resized to nothing, as sharded training does."""
 

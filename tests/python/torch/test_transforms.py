@@ -50,6 +50,21 @@ def vmap_of_a_layer() -> torch.Tensor:
     return torch.autograd.grad(loss, list(model.parameters()))[0]
 
 
+def forward_over_a_layer() -> torch.Tensor:
+    """Of parameters and inputs that need gradients: tangents of zero are saved for backward."""
+    model, x = make_model(depth=1), make_input(rows=4).requires_grad_()
+    value, tangent = func.jvp(model, (x,), (torch.ones_like(x),))
+    return torch.autograd.grad((value + tangent).square().sum(), [x, *model.parameters()])[0]
+
+
+def dual_numbers() -> torch.Tensor:
+    x, weight = leaf(), leaf()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        tangent = torch.autograd.forward_ad.unpack_dual((dual * weight).sin()).tangent
+        return torch.autograd.grad(tangent.sum(), weight)[0]
+
+
 def with_other_weights() -> torch.Tensor:
     model, x = make_model(depth=1), make_input(rows=4)
     weights = {name: (2 * p).detach().requires_grad_() for name, p in model.named_parameters()}
@@ -70,6 +85,8 @@ VALUES: dict[str, Callable[[], torch.Tensor]] = {
     "hessian of autograd": lambda: functional.hessian(scalar, rows()),
     "functional_call": with_other_weights,
 }
+if DEVICE == "cpu":  # the test device has no tangents of zero, without hooks too
+    VALUES |= {"jvp of a layer": forward_over_a_layer, "dual numbers": dual_numbers}
 # Refused by torch under any hooks; without hooks the test device has no answer to a Hessian.
 REFUSED: dict[str, Callable[[], object]] = {
     "grad": lambda: func.grad(scalar)(rows()),
