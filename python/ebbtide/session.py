@@ -217,6 +217,8 @@ class Session:
                 saved.peak = Recomputation(self._memory)
             return framework.make_view(storage, saved.view, saved.witness)
         except Exception:
+            if process.usable():
+                self._see_pass()  # whoever is not in it would not see its end
             raise
         except BaseException:
             self.transfers.cut_short()
@@ -231,9 +233,7 @@ class Session:
     def _find(self, ticket: Ticket, allow_live: bool) -> Storage:
         """The storage that the ticket's view lies in: the saved one, or one that its bytes were loaded into."""
         framework, transfers, entry = self._framework, self.transfers, ticket.entry
-        pass_id = framework.current_pass()
-        if pass_id and pass_id not in self._passes:
-            self._join(pass_id)
+        pass_id = self._see_pass()
         stream = transfers.current_stream(entry.ref.device)
         short_of_memory = False
         while True:
@@ -310,11 +310,14 @@ class Session:
             "keep it on the device with policy=, or do not write to it before backward"
         )
 
-    def _join(self, pass_id: int) -> None:
-        """A backward is seen for the first time: asks to be told of its end."""
-        self._recover_when_alone()
-        self._passes.add(pass_id)
-        self._framework.end_of_pass(_core.AtEnd(functools.partial(self.end_pass, pass_id)))
+    def _see_pass(self) -> int:
+        """The running backward; one that is seen for the first time is asked to tell of its end."""
+        pass_id = self._framework.current_pass()
+        if pass_id and pass_id not in self._passes:
+            self._recover_when_alone()
+            self._passes.add(pass_id)
+            self._framework.end_of_pass(_core.AtEnd(functools.partial(self.end_pass, pass_id)))
+        return pass_id
 
     @noting_interrupts
     def end_pass(self, pass_id: int) -> None:
