@@ -43,8 +43,8 @@ class Session:
         # What is asked for at every tensor: no more than there is to ask.
         transfers = self.transfers
         self._settle = transfers.settle if transfers.threads_copy else transfers.settle_streams
-        self._labels: dict[str, int] = {}  # names of groups, from 1
-        self.runs = Runs(framework, self.transfers, self._labels)
+        self.labels: dict[str, int] = {}  # names of groups, from 1
+        self.runs = Runs(framework, self.transfers, self.labels)
         self._epochs: set[int] = set()
         self._passes: set[int] = set()
 
@@ -76,7 +76,7 @@ class Session:
     def begin_group(self, epoch: int, name: str) -> int:
         """A group begins; returns the label that what is saved in it goes by."""
         process.require_usable("group")
-        label = label_of(name, self._labels)
+        label = label_of(name, self.labels)
         self.transfers.run(self._engine.begin_group(epoch, label))
         return label
 
@@ -278,7 +278,7 @@ class Session:
 
     def _modified(self, ticket: Ticket, found: int) -> InplaceModificationError:
         label = self._engine.label_of(ticket.entry.storage_id)
-        group = next((name for name, known in self._labels.items() if known == label), None)
+        group = next((name for name, known in self.labels.items() if known == label), None)
         text = self._framework.modified_text(
             ticket.witness,
             ticket.view,
@@ -343,10 +343,10 @@ class Session:
         self.transfers.settle()
         return self._engine.stats()
 
-    def group_stats(self) -> list[tuple[str, _core.GroupStats]]:
-        """By group name, in the order of first use; what was saved outside of groups under the empty name."""
+    def group_stats(self) -> list[_core.GroupStats]:
+        """First of what was saved outside of groups, then by the labels' numbers."""
         process.require_usable("group_stats")
-        return list(zip(["", *self._labels], self._engine.group_stats(), strict=False))
+        return self._engine.group_stats()
 
     def reset_stats(self) -> None:
         process.require_usable("reset_stats")
