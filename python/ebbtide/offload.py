@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any, NoReturn, SupportsIndex
 
-from ebbtide import process
+from ebbtide import _core, process
 from ebbtide.config import OffloadConfig
 from ebbtide.errors import UsageError
 from ebbtide.framework import Framework, Tensor
@@ -19,6 +19,7 @@ from ebbtide.resolved import Resolved
 from ebbtide.saved import Kept, Saving, Ticket
 from ebbtide.session import Session
 from ebbtide.sizes import SHOWN
+from ebbtide.transfers import Transfers
 
 
 def frees_nothing(framework: Framework, resolved: Resolved) -> bool:
@@ -28,10 +29,14 @@ def frees_nothing(framework: Framework, resolved: Resolved) -> bool:
 
 
 def totals(session: Session) -> Stats:
-    transfers = session.transfers
+    return totals_of(session.stats(), session.transfers)
+
+
+def totals_of(core: _core.Stats, transfers: Transfers) -> Stats:
+    """The engine's statistics, ``core``, with what its tiers and transfers know."""
     tiers = transfers.tiers
     return Stats.from_core(
-        session.stats(),
+        core,
         first_tier=tiers.first,
         host_reserved_bytes=0 if tiers.first == "disk" else tiers.space.reserved_bytes,
         exposed_wait_s=transfers.exposed_wait_s,
@@ -40,10 +45,14 @@ def totals(session: Session) -> Stats:
 
 def group_totals(session: Session) -> list[GroupTotals]:
     """Per name of a group, in the order of first use."""
+    return named_totals(session.labels, session.group_stats())
+
+
+def named_totals(names: Iterable[str], groups: Sequence[_core.GroupStats]) -> list[GroupTotals]:
+    """The engine's statistics of groups by name; the first are of what was saved outside of groups, and left out."""
     return [
         GroupTotals(name, *(getattr(group, field) for field in _GROUP_FIELDS))
-        for name, group in session.group_stats()
-        if name
+        for name, group in zip(list(names), groups[1:], strict=False)
     ]
 
 

@@ -43,8 +43,8 @@ class Session:
         # What is asked for at every tensor: no more than there is to ask.
         transfers = self.transfers
         self._settle = transfers.settle if transfers.threads_copy else transfers.settle_streams
-        self._labels: dict[str, int] = {}  # names of groups, from 1
-        self.runs = Runs(framework, self.transfers, self._labels)
+        self.labels: dict[str, int] = {}  # names of groups, from 1
+        self.runs = Runs(framework, self.transfers, self.labels)
         self._epochs: set[int] = set()
         self._passes: set[int] = set()
 
@@ -76,7 +76,7 @@ class Session:
     def begin_group(self, epoch: int, name: str) -> int:
         """A group begins; returns the label that what is saved in it goes by."""
         process.require_usable("group")
-        label = label_of(name, self._labels)
+        label = label_of(name, self.labels)
         self.transfers.run(self._engine.begin_group(epoch, label))
         return label
 
@@ -217,6 +217,8 @@ class Session:
                 saved.peak = Recomputation(self._memory)
             return framework.make_view(storage, saved.view, saved.witness)
         except Exception:
+            if process.usable():
+                self._see_pass()  # whoever is not in it would not see its end
             raise
         except BaseException:
             self.transfers.cut_short()
@@ -231,9 +233,7 @@ class Session:
     def _find(self, ticket: Ticket, allow_live: bool) -> Storage:
         """The storage that the ticket's view lies in: the saved one, or one that its bytes were loaded into."""
         framework, transfers, entry = self._framework, self.transfers, ticket.entry
-        pass_id = framework.current_pass()
-        if pass_id and pass_id not in self._passes:
-            self._join(pass_id)
+        pass_id = self._see_pass()
         stream = transfers.current_stream(entry.ref.device)
         short_of_memory = False
         while True:
@@ -278,7 +278,7 @@ class Session:
 
     def _modified(self, ticket: Ticket, found: int) -> InplaceModificationError:
         label = self._engine.label_of(ticket.entry.storage_id)
-        group = next((name for name, known in self._labels.items() if known == label), None)
+        group = next((name for name, known in self.labels.items() if known == label), None)
         text = self._framework.modified_text(
             ticket.witness,
             ticket.view,
@@ -310,11 +310,14 @@ class Session:
             "keep it on the device with policy=, or do not write to it before backward"
         )
 
-    def _join(self, pass_id: int) -> None:
-        """A backward is seen for the first time: asks to be told of its end."""
-        self._recover_when_alone()
-        self._passes.add(pass_id)
-        self._framework.end_of_pass(_core.AtEnd(functools.partial(self.end_pass, pass_id)))
+    def _see_pass(self) -> int:
+        """The running backward; one that is seen for the first time is asked to tell of its end."""
+        pass_id = self._framework.current_pass()
+        if pass_id and pass_id not in self._passes:
+            self._recover_when_alone()
+            self._passes.add(pass_id)
+            self._framework.end_of_pass(_core.AtEnd(functools.partial(self.end_pass, pass_id)))
+        return pass_id
 
     @noting_interrupts
     def end_pass(self, pass_id: int) -> None:
@@ -340,10 +343,10 @@ class Session:
         self.transfers.settle()
         return self._engine.stats()
 
-    def group_stats(self) -> list[tuple[str, _core.GroupStats]]:
-        """By group name, in the order of first use; what was saved outside of groups under the empty name."""
+    def group_stats(self) -> list[_core.GroupStats]:
+        """First of what was saved outside of groups, then by the labels' numbers."""
         process.require_usable("group_stats")
-        return list(zip(["", *self._labels], self._engine.group_stats(), strict=False))
+        return self._engine.group_stats()
 
     def reset_stats(self) -> None:
         process.require_usable("reset_stats")

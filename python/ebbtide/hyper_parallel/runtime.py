@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ebbtide.config import OffloadConfig, environment_name
 from ebbtide.errors import UsageError
-from ebbtide.framework import Framework, Tensor
+from ebbtide.framework import Tensor
+from ebbtide.hyper_parallel.counted import count
 from ebbtide.hyper_parallel.groups import Current, GroupRun, Stage, current
 from ebbtide.modules import Modules, name_of, tensors_in
 from ebbtide.offload import frees_nothing
-from ebbtide.resolved import Resolved
 from ebbtide.saved import Kept, Saving, Ticket
 from ebbtide.session import Session
 from ebbtide.sizes import SHOWN
@@ -136,7 +136,7 @@ class SwapSession:
             )
         self._here = _Here()
         self._epochs: weakref.WeakSet[_Epoch] = weakref.WeakSet()
-        _sessions[self.session] = self.framework, self.options
+        count(self.session, self.framework, self.options)
 
     def enter(self, keys: Iterable[Hashable]) -> _Epoch:
         """The epoch for something that runs now and goes by these keys."""
@@ -155,9 +155,6 @@ class SwapSession:
         return epoch
 
 
-_sessions: weakref.WeakKeyDictionary[Session, tuple[Framework, Resolved]] = (
-    weakref.WeakKeyDictionary()
-)
 _Sessions = dict[tuple[Any, ...], SwapSession]
 _of_no_pool: _Sessions = {}
 
@@ -375,8 +372,3 @@ def saving(
         key = (id(owner), id(getattr(function, "__func__", function)), on_request)
     saved = Saving(0, swap.framework.weights(module), policy, inputs_only, on_request=on_request)
     return Scope(swap, saved, (key,), name or name_of(function, modules), hooked)
-
-
-def live_sessions() -> list[tuple[Session, Framework, Resolved]]:
-    """Of every session with a pool or a ticket."""
-    return [(session, *made_of) for session, made_of in list(_sessions.items())]

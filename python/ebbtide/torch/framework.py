@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -19,6 +20,7 @@ from ebbtide.errors import UsageError
 from ebbtide.framework import DeviceMemory, StorageRef, Streams, ViewMeta, Weights
 from ebbtide.torch.blocks import graph_task_id, repeated_blocks, watch
 from ebbtide.torch.memory import ACCELERATOR_MEMORY
+from ebbtide.torch.queued import drop_queued
 from ebbtide.torch.streams import TorchStreams
 from ebbtide.torch.unobserved import unobserved
 from ebbtide.torch.weights import ModelWeights, is_weight, is_weight_cast
@@ -201,7 +203,9 @@ class TorchFramework(_core.TorchTensors):
         return graph_task_id() + 1
 
     def end_of_pass(self, callback: Callable[[], None]) -> None:
-        Variable._execution_engine.queue_callback(callback)
+        queue_callback = Variable._execution_engine.queue_callback
+        queue_callback(callback)
+        queue_callback(_core.AtEnd(functools.partial(drop_queued, graph_task_id())))
 
     def finish_queued(self) -> None:
         pass

@@ -22,13 +22,14 @@ from ebbtide.errors import UsageError
 
 
 def moved_by_layer() -> dict[str, tuple[int, int]]:
-    from ebbtide.hyper_parallel.runtime import live_sessions
+    from ebbtide.hyper_parallel.counted import live_sessions
+    from ebbtide.offload import group_totals
 
     groups: dict[str, tuple[int, int]] = {}
     for session, _, _ in live_sessions():
-        for name, group in session.group_stats():
-            if name and group.runs:
-                groups[name] = (group.d2h_bytes, group.h2d_bytes)
+        for group in group_totals(session):
+            if group.runs:
+                groups[group.name] = (group.d2h_bytes, group.h2d_bytes)
     return groups
 
 

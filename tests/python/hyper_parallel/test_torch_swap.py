@@ -19,7 +19,7 @@ from torch_support import assert_same_bits
 from training import make_input
 
 import ebbtide.hyper_parallel as hp
-from ebbtide.hyper_parallel import runtime
+from ebbtide.hyper_parallel import counted
 
 
 def test_every_layer_under_swap(hyper: Hyper) -> None:
@@ -155,7 +155,7 @@ def test_inside_of_torchs_checkpoint(hyper: Hyper, reentrant: bool) -> None:
 
 def test_a_session_goes_with_its_pool_and_its_tickets(hyper: Hyper) -> None:
     def sessions() -> int:
-        return len(runtime.live_sessions())
+        return len(counted.live_sessions())
 
     before = sessions()
     pool = hp.PinnedMemoryPool("64MiB")

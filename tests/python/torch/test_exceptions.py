@@ -25,7 +25,14 @@ from training import (
 )
 
 import ebbtide.torch as ebb
-from ebbtide import CheckpointPolicy, CorruptionError, DeviceError, SpillError, UsageError
+from ebbtide import (
+    CheckpointPolicy,
+    CorruptionError,
+    DeviceError,
+    InplaceModificationError,
+    SpillError,
+    UsageError,
+)
 from ebbtide.torch.framework import TorchFramework
 
 
@@ -126,6 +133,31 @@ def test_user_code_raises(module: type[nn.Module], message: str, position: int) 
     assert text == [message]
     assert_at_rest(tide)
     assert_step_equal(tide, model, x)
+
+
+def failing_hook(grad: torch.Tensor) -> None:
+    raise Odd("hook")
+
+
+@pytest.mark.parametrize("kind", [Odd, InplaceModificationError])
+def test_what_torch_had_queued_is_dropped(kind: type[Exception]) -> None:
+    model, x = make_model(), make_input()
+    tide = offload(model)
+    with tide:
+        hidden = model[0](x)
+        queued = hidden * 2
+        between = model[1](hidden)
+        loss = model[2](between).square().mean() + queued.sum()
+    if kind is Odd:
+        between.register_hook(failing_hook)
+    else:
+        with torch.no_grad():
+            hidden.add_(1)
+    with raised_text(kind):
+        loss.backward()
+    assert tide.stats().entries > 0
+    del hidden, queued, between, loss
+    assert_at_rest(tide)
 
 
 def test_gradient_hook_raises_and_the_graph_lives_on() -> None:
