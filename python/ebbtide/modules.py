@@ -88,7 +88,8 @@ class Modules(Protocol):
 
     def wrapper(self, kind: type[Wrapper], wrapped: Callable[..., Any], call: Call) -> Module:
         """A module of this kind that runs ``call(wrapped, args, kwargs)`` and otherwise looks like what it wraps: the
-        same names of parameters, buffers and state, the same attributes. A plain callable becomes a module too."""
+        same names of parameters, buffers and state, the same attributes. A plain callable becomes a module too. Raises
+        UsageError for a kind that the framework does not have."""
 
     def wrapped(self, module: Module) -> Callable[..., Any] | None:
         """What a wrapper wraps; None for every other module."""
@@ -146,6 +147,9 @@ class Modules(Protocol):
         policy: Any,
     ) -> Any:
         """The same where a compiler traces the call."""
+
+    def require_policies(self) -> None:
+        """Raises UsageError where the framework has no policies for operations."""
 
     def selective_contexts(
         self, policy: Any, swapping: Callable[[], Any], allow_cache_entry_mutation: bool

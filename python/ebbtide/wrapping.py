@@ -10,12 +10,16 @@ from ebbtide.errors import UsageError
 
 
 def run_inside(
-    model: Any, forward: str, context: Callable[[], AbstractContextManager[Any]]
+    model: Any,
+    forward: str,
+    context: Callable[[], AbstractContextManager[Any]],
+    shown: Callable[..., Any] | None = None,
 ) -> None:
     """Changes the model's class to a subclass whose method ``forward`` runs inside ``context()``.
 
-    Nothing else of the model changes. Copies, deep or pickled, are of the class it had before. Raises UsageError where it
-    was done before.
+    Nothing else of the model changes: the method shows the parameters of the one before, and that as ``__wrapped__``; or
+    those of ``shown``. Copies, deep or pickled, are of the class it had before. Raises UsageError where it was done
+    before.
     """
     original = type(model)
     if getattr(original, "_ebbtide_runs_inside", False):
@@ -26,6 +30,9 @@ def run_inside(
     def inside(self: Any, *args: Any, **kwargs: Any) -> Any:
         with context():
             return getattr(super(wrapped, self), forward)(*args, **kwargs)
+
+    inside.__name__ = forward  # MindSpore looks for the method by it
+    inside.__wrapped__ = shown or getattr(original, forward)  # type: ignore[attr-defined]
 
     def reduce(self: Any, protocol: Any) -> Any:
         _, arguments, *rest = super(wrapped, self).__reduce_ex__(max(2, protocol))

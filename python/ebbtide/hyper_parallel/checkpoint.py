@@ -202,8 +202,11 @@ class _Checkpointed:
 def checkpoint_wrapper(module: Callable[..., Any], **checkpoint_kwargs: Any) -> Module:
     """The module with every forward under ``checkpoint``, called with ``checkpoint_kwargs``.
 
-    Names of parameters, buffers and state are those of the module.
+    Names of parameters, buffers and state are those of the module. Raises UsageError for ``policy_fn`` and ``context_fn``
+    where the framework has no policies for operations.
     """
     modules = modules_to_wrap("checkpoint_wrapper", module)
+    if any(checkpoint_kwargs.get(name) is not None for name in ("policy_fn", "context_fn")):
+        modules.require_policies()
     warn_if_nested("checkpoint_wrapper", modules, module)
     return modules.wrapper(CheckpointWrapper, module, _Checkpointed(checkpoint_kwargs))

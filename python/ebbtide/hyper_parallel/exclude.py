@@ -28,6 +28,7 @@ def checkpoint_exclude_wrapper(module: Callable[..., Any], *, save_output: bool 
     ``save_output=False``, and for other outputs, the module is run again where the recomputation comes past it, but its
     backward does not wait for that: for modules at the end of a region, or whose output is large and cheap.
 
+    Raises UsageError with MindSpore, which has no hooks inside of what it recomputes.
     In backward a RuntimeError is raised where the saved output was written to in place. Regions of the framework's own
     checkpoint know nothing of it and recompute the module.
     """

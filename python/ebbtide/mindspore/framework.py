@@ -18,6 +18,7 @@ from ebbtide.errors import UsageError
 from ebbtide.framework import DeviceMemory, StorageRef, Streams, ViewMeta, Weights
 from ebbtide.mindspore import passes
 from ebbtide.mindspore.blocks import repeated_blocks, watch
+from ebbtide.mindspore.compiling import compiled_construct
 from ebbtide.mindspore.counters import Counter, mark_of, plain_alias, version_of
 from ebbtide.mindspore.hooks import SavedTensorHooks
 from ebbtide.mindspore.storages import ALIGNMENT_BYTES, Held, HeldStorage, HostBuffer, Storages
@@ -182,7 +183,7 @@ class MindSporeFramework:
             raise UsageError(
                 f"[offload.wrap] {type(model).__name__} is no model: pass a mindspore.nn.Cell"
             )
-        run_inside(model, "construct", context)
+        run_inside(model, "construct", context, compiled_construct(type(model)))
 
     def watch_blocks(
         self, model: Any, begin: Callable[[str], None], end: Callable[[str], None]

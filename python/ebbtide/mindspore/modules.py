@@ -15,10 +15,10 @@ from ebbtide.config import OffloadConfig
 from ebbtide.errors import UsageError
 from ebbtide.framework import DeviceMemory, Framework
 from ebbtide.mindspore import passes, resolve
+from ebbtide.mindspore.compiling import compiled_as
 from ebbtide.mindspore.watching import watch_construct
 from ebbtide.modules import (
     Call,
-    CheckpointExcludeWrapper,
     CheckpointWrapper,
     HiddenWrapper,
     SwapWrapper,
@@ -29,8 +29,15 @@ from ebbtide.resolved import Resolved
 _WRAPPED = "_wrapped_cell"
 
 
+def _plain_construct(self: Any, *args: Any, **kwargs: Any) -> Any:
+    if self._function is None:
+        return self._wrapped_cell(*args, **kwargs)
+    return self._function(*args, **kwargs)
+
+
 class Wrapper(HiddenWrapper, nn.Cell):
-    """Runs ``call`` around a cell or function, and answers to the names of what it wraps."""
+    """Runs ``call`` around a cell or function, and answers to the names of what it wraps. MindSpore compiles what it wraps
+    alone."""
 
     _modules_dict = "_cells"
     _wrapped_name = _WRAPPED
@@ -46,6 +53,7 @@ class Wrapper(HiddenWrapper, nn.Cell):
             self._function = wrapped
         self._call = call
 
+    @compiled_as(_plain_construct)
     def construct(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(self.wrapped, args, kwargs)
 
@@ -100,14 +108,9 @@ class MindSporeCheckpointWrapper(CheckpointWrapper, Wrapper):
     pass
 
 
-class MindSporeCheckpointExcludeWrapper(CheckpointExcludeWrapper, Wrapper):
-    pass
-
-
 _KINDS: dict[type, type[Wrapper]] = {
     SwapWrapper: MindSporeSwapWrapper,
     CheckpointWrapper: MindSporeCheckpointWrapper,
-    CheckpointExcludeWrapper: MindSporeCheckpointExcludeWrapper,
 }
 
 
@@ -126,6 +129,8 @@ class MindSporeModules:
         return isinstance(thing, Tensor)
 
     def wrapper(self, kind: type[Any], wrapped: Callable[..., Any], call: Call) -> nn.Cell:
+        if kind not in _KINDS:
+            raise _no_exclusion()
         return _KINDS[kind](wrapped, call)
 
     def wrapped(self, module: nn.Cell) -> Callable[..., Any] | None:
@@ -174,7 +179,7 @@ class MindSporeModules:
         options: dict[str, Any],
     ) -> Any:
         if context_fn is not None:
-            raise _no_policies()
+            self.require_policies()
         return mindspore.recompute(function, *args, use_reentrant=False, **kwargs)
 
     def checkpoint_captured(
@@ -183,6 +188,9 @@ class MindSporeModules:
         raise UsageError(
             "[checkpoint] MindSpore is in graph mode: call mindspore.set_context(mode=mindspore.PYNATIVE_MODE)"
         )
+
+    def require_policies(self) -> None:
+        raise _no_policies()
 
     def selective_contexts(
         self, policy: Any, swapping: Callable[[], Any], allow_cache_entry_mutation: bool
@@ -198,9 +206,7 @@ class MindSporeModules:
     def excluded(
         self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
     ) -> AbstractContextManager[Any]:
-        raise UsageError(
-            "[checkpoint_exclude_wrapper] not available with MindSpore: wrap what is around it instead"
-        )
+        raise _no_exclusion()
 
     def random_state(self, arguments: object) -> Any:
         return mindspore.get_rng_state()
@@ -219,6 +225,12 @@ class MindSporeModules:
 
     def host_memory(self, nbytes: int) -> Tensor:
         return Tensor.from_numpy(np.empty(nbytes, np.uint8))
+
+
+def _no_exclusion() -> UsageError:
+    return UsageError(
+        "[checkpoint_exclude_wrapper] not available with MindSpore: wrap what is around it instead"
+    )
 
 
 def _no_policies() -> UsageError:

@@ -8,6 +8,8 @@ from typing import Any
 
 from mindspore import nn
 
+from ebbtide.mindspore.compiling import compiled_as, compiled_construct
+
 _ORIGINAL = "_ebbtide_original"
 
 
@@ -16,10 +18,11 @@ def watch_construct(
 ) -> Callable[[], None]:
     """Calls ``before()`` in front of each construct of the cell and ``after(output)`` behind it, with None where it raised,
     until the returned function is called. The cell's class becomes one that tells; copies are of the class that the user's
-    code gave it."""
+    code gave it. MindSpore compiles the construct that was there: nothing is called for what is compiled."""
     original: Any = type(cell)
     unwatched = original_class(cell)
 
+    @compiled_as(compiled_construct(original))
     def construct(self: Any, *args: Any, **kwargs: Any) -> Any:
         inner: Any = super(watched, self)
         if not watches:

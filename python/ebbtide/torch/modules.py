@@ -145,6 +145,9 @@ class TorchModules:
 
         return remove
 
+    def require_policies(self) -> None:
+        pass
+
     checkpoint_options = recompute.OPTIONS
     checkpoint = staticmethod(recompute.checkpoint)
     checkpoint_captured = staticmethod(recompute.checkpoint_captured)

@@ -8,7 +8,7 @@ from mindspore import nn
 
 import ebbtide.hyper_parallel as hp
 
-WRAPPERS = (hp.swap_wrapper, hp.checkpoint_wrapper, hp.checkpoint_exclude_wrapper)
+WRAPPERS = (hp.swap_wrapper, hp.checkpoint_wrapper)
 
 
 class Layer(nn.Cell):

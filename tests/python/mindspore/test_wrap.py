@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 
 import mindspore
 import numpy as np
@@ -74,6 +75,7 @@ def test_training_is_the_same_to_the_last_bit(kind, groups):
     names = [parameter.name for parameter in net.get_parameters()]
     tide = ebb.offload(net, **options)
     assert tide.wrap(net) is net
+    assert inspect.signature(net.construct) == inspect.signature(make().construct)
     assert isinstance(net, Net) and [p.name for p in net.get_parameters()] == names
     assert train(net) == expected
     assert tide.stats().h2d_bytes > 0

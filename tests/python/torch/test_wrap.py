@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 
 import pytest
@@ -43,6 +44,7 @@ def test_gradients_are_the_same_and_weights_keep_their_names():
     tide = ebb.offload(model, **EXACT, to="host")
     assert tide.wrap(model) is model
     assert isinstance(model, nn.Sequential)
+    assert inspect.signature(model.forward) == inspect.signature(plain.forward)  # trainers ask
     assert list(model.state_dict()) == list(plain.state_dict())
     for expected, found in zip(gradients_of(plain, x), gradients_of(model, x), strict=True):
         assert torch.equal(expected, found)
