@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 from ebbtide.hyper_parallel.counted import (
     Counted,
     forget_past,
@@ -48,10 +50,12 @@ def reset_stats() -> None:
 
 
 def report() -> str:
-    """The statistics as a table, with a second one of groups; below, which devices' peak sits where a region is recomputed."""
+    """The statistics as a table, with a second one of the groups that were used since the last ``reset_stats``; below,
+    which devices' peak sits where a region is recomputed."""
     found = _counted()
+    used = [group for group in found.group_totals() if any(astuple(group)[1:])]
     title = f"ebbtide.hyper_parallel: {', '.join(sorted(found.moved)) or 'nothing moved'}"
-    return render_report(found.stats(), title, found.group_totals()) + render_peaks()
+    return render_report(found.stats(), title, used) + render_peaks()
 
 
 def synchronize() -> None:
