@@ -136,7 +136,12 @@ def folder(backend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     hp.SwapManager().unregister_forward_prefetch_hooks()
 
 
-@pytest.mark.parametrize("how", COMPILE)
+SLOW = ("jacfwd", "jacrev")  # seconds each: they compile several graphs
+
+
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=[pytest.mark.slow] if how in SLOW else []) for how in COMPILE]
+)
 @pytest.mark.parametrize("kind", MAKE)
 def test_what_is_wrapped_is_compiled(kind: str, how: str) -> None:
     net, plain = MAKE[kind](Net()), Net()
