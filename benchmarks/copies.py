@@ -10,19 +10,18 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from on_accelerator.machine import Machine
 from on_accelerator.networks import Decoder, DecoderSizes, Lstm, gpt2
 from rich.console import Console
 from rich.table import Table
 
 import ebbtide.torch as ebb
 
-ROOT = Path(__file__).resolve().parents[1]
 EVERYTHING: dict[str, Any] = {
     "to": "host",
     "min_bytes": 0,
@@ -71,14 +70,6 @@ def count(build: Build, device: str, group_swap: bool) -> dict[str, int]:
     return {name: getattr(stats, name) for name in names}
 
 
-def device_type() -> str:
-    """The accelerator, else the test device."""
-    if not torch.accelerator.is_available():
-        sys.path.append(str(ROOT / "tests" / "device"))
-        import tide_device  # noqa: F401
-    return str(torch.accelerator.current_accelerator().type)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -87,7 +78,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
 
-    device = device_type()
+    device = Machine(dry=True).type
     counts: dict[str, dict[str, dict[str, int]]] = {}
     table = Table(title=f"copies out / in, on {device}")
     for column in ("model", "storages", "MiB out / in", "one by one", "packed", "MiB out / in"):

@@ -21,24 +21,25 @@ SIZES = "min_bytes keep_last_bytes prefetch_bytes in_flight_bytes max_host_bytes
 pytestmark = pytest.mark.usefixtures("without_options_in_the_environment")
 
 
+def mount(directory: Path, line: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory, now the one for temporary files, on what a line of the table of mounts says."""
+    mounts = directory / "mounts"
+    mounts.write_text(line)
+    monkeypatch.setattr(disk_directory, "_MOUNTS", mounts)
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    return directory
+
+
 @pytest.fixture
 def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A temporary directory that counts as a disk, whatever this machine has."""
-    mounts = tmp_path / "mounts"
-    mounts.write_text("disk / ext4 rw 0 0\n")
-    monkeypatch.setattr(disk_directory, "_MOUNTS", mounts)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path
+    return mount(tmp_path, "disk / ext4 rw 0 0\n", monkeypatch)
 
 
 @pytest.fixture
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A temporary directory that counts as memory, as does everything else."""
-    mounts = tmp_path / "mounts"
-    mounts.write_text("none / tmpfs rw 0 0\n")
-    monkeypatch.setattr(disk_directory, "_MOUNTS", mounts)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path
+    return mount(tmp_path, "none / tmpfs rw 0 0\n", monkeypatch)
 
 
 def test_defaults_on_an_accelerator() -> None:

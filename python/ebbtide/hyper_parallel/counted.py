@@ -45,7 +45,8 @@ class Counted:
         """Peaks too are the larger ones: they are of different times."""
         peaks = {name: max(self.sums[name], other.sums[name]) for name in _PEAKS}
         self.sums.update(other.sums)
-        self.sums.update({name: peaks[name] - self.sums[name] for name in _PEAKS})
+        for name, peak in peaks.items():
+            self.sums[name] = peak
         self.kept.update(other.kept)
         for name, group in other.groups.items():
             self.groups.setdefault(name, Counter()).update(group)

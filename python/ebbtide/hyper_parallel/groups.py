@@ -171,9 +171,8 @@ class Current:
         self.scope = scope
         self.hooks = hooks
         self.joins: Joins | None = None  # what was named in this forward
-        self.named: GroupRun | None = (
-            None  # the run that it leaves with, until something is saved in it
-        )
+        # The run that it leaves with, until something is saved in it.
+        self.named: GroupRun | None = None
 
     def run(self) -> GroupRun:
         return self._run or self.group.saving() or self.group.begin()

@@ -24,6 +24,11 @@ _PREFIXES = ("FSDP", "Replicate", "DDP", "Parametrized")
 graph_task_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 
 
+def current_pass() -> int:
+    """Of the backward that runs on this thread; 0 where none does."""
+    return graph_task_id() + 1
+
+
 def repeated_blocks(model: nn.Module) -> list[NamedModule]:
     return blocks.repeated_blocks(model, _Structure())
 

@@ -18,10 +18,10 @@ from ebbtide import _core
 from ebbtide._core import KeepReason
 from ebbtide.errors import UsageError
 from ebbtide.framework import DeviceMemory, StorageRef, Streams, ViewMeta, Weights
-from ebbtide.torch.blocks import graph_task_id, repeated_blocks, watch
+from ebbtide.torch.blocks import current_pass, graph_task_id, repeated_blocks, watch
 from ebbtide.torch.memory import ACCELERATOR_MEMORY
 from ebbtide.torch.queued import drop_queued
-from ebbtide.torch.streams import TorchStreams
+from ebbtide.torch.streams import TorchStreams, make_empty
 from ebbtide.torch.unobserved import unobserved
 from ebbtide.torch.weights import ModelWeights, is_weight, is_weight_cast
 from ebbtide.wrapping import run_inside
@@ -141,7 +141,7 @@ class TorchFramework(_core.TorchTensors):
     def empty_of(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         empty = self._empty.get((dtype, device))
         if empty is None:
-            empty = self._empty[dtype, device] = _make_empty(dtype, device)
+            empty = self._empty[dtype, device] = make_empty(dtype, device)
         return empty
 
     replaceable = staticmethod(attrgetter("is_leaf"))
@@ -199,8 +199,7 @@ class TorchFramework(_core.TorchTensors):
         bits = kind % _MAX_VIEW_KINDS
         return self._emptied(witness, _with_bits(data, bool(bits & 1), bool(bits & 2)))
 
-    def current_pass(self) -> int:
-        return graph_task_id() + 1
+    current_pass = staticmethod(current_pass)
 
     def end_of_pass(self, callback: Callable[[], None]) -> None:
         queue_callback = Variable._execution_engine.queue_callback
@@ -229,12 +228,6 @@ class TorchFramework(_core.TorchTensors):
 
     def weights(self, model: Any) -> Weights:
         return ModelWeights(model)
-
-
-@unobserved
-def _make_empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    with torch.inference_mode(False):  # whose tensors could not be changed outside of it
-        return torch.empty(0, dtype=dtype, device=device)
 
 
 _all_streams: dict[str, TorchStreams] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ebbtide.framework import MemoryUse
-from ebbtide.torch.blocks import graph_task_id
+from ebbtide.torch.blocks import current_pass
 
 # The public functions flatten and sort all statistics for each number.
 _statistics = getattr(torch._C, "_accelerator_getDeviceStats", None)
@@ -30,8 +30,7 @@ class AcceleratorMemory:
             return None  # an allocator that does not count, or a forked process
         return MemoryUse(device, found["current"], found["peak"])
 
-    def current_pass(self) -> int:
-        return graph_task_id() + 1
+    current_pass = staticmethod(current_pass)
 
 
 ACCELERATOR_MEMORY = AcceleratorMemory()

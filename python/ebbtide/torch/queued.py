@@ -26,9 +26,8 @@ def drop_queued(task: int) -> None:
         # The backward around it goes on, and comes to what is queued; or raises too.
         at_end = _core.AtEnd(functools.partial(drop_queued, running))
         Variable._execution_engine.queue_callback(at_end)
-    elif (
-        sys._getframe().f_back is not None
-    ):  # else a device's thread, which waits for nodes and drops these by itself
+    elif sys._getframe().f_back is not None:
+        # Not on a device's thread: that waits for nodes, and drops these by itself.
         _run_nothing()
 
 

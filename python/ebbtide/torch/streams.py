@@ -24,6 +24,12 @@ _HELPERS = SimpleNamespace(
 )
 
 
+@unobserved
+def make_empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):  # whose tensors could not be changed outside of it
+        return torch.empty(0, dtype=dtype, device=device)
+
+
 class TorchStreams(_core.TorchCopies):
     """See :class:`ebbtide.framework.Streams`. One object per device type and process; thread safe.
 
@@ -72,8 +78,7 @@ class TorchStreams(_core.TorchCopies):
     synchronize = staticmethod(torch.Event.synchronize)
 
     def no_bytes(self, device: torch.device) -> torch.Tensor:
-        with torch.inference_mode(False):  # whose tensors could not be changed outside of it
-            return torch.empty(0, dtype=torch.uint8, device=device)
+        return make_empty(torch.uint8, device)
 
     @unobserved
     def staging(self, nbytes: int, device: int) -> torch.Tensor:
