@@ -20,10 +20,10 @@ void CommandRunner::copy(const Command& command) {
     self().attr("copy_by_threads")(command);
     return;
   }
-  std::vector<nb::object> entries;
+  std::vector<EntryRef> entries;
   for (const StorageId storage : command.storages) {
-    nb::object entry = find(storage);
-    if (!entry.is_valid()) {  // saving it was cut short
+    EntryRef entry = find(storage);
+    if (!entry) {  // saving it was cut short
       run(engine_.completed(command.copy, false, std::vector<ProbeAnswer>(command.storages.size(), kUnknown)));
       return;
     }
@@ -31,23 +31,20 @@ void CommandRunner::copy(const Command& command) {
   }
   std::exception_ptr failure;
   try {
-    const nb::int_ key(value(command.copy));
     DeviceStorages storages;
-    for (const nb::object& entry : entries) {
-      nb::object storage = loads ? get(entry, names().restored)[key] : last_of(get(entry, names().leases));
+    for (const EntryRef& entry : entries) {
+      nb::object storage = loads ? entry->restored_by(command.copy) : entry->lease();
       if (!storage.is_valid()) throw nb::key_error("a storage to copy was let go of");
       const auto address = nb::cast<std::uint64_t>(address_(storage));
       storages.emplace_back(address, std::move(storage));
     }
-    const nb::object ref = get(entries.front(), names().ref);
-    copies_->submit(command, storages, nb::cast<std::int64_t>(item(ref, 0)));
+    copies_->submit(command, storages, entries.front()->device);
   } catch (...) {
     failure = std::current_exception();
   }
   if (!failure) {
     if (!loads) return;
-    const nb::int_ number(value(command.copy));
-    for (const nb::object& entry : entries) set(entry, names().load_started, number);
+    for (const EntryRef& entry : entries) entry->load_started = command.copy;
     return;
   }
   // Interrupted after it was queued, it is reported as any other.

@@ -15,32 +15,30 @@ namespace nb = nanobind;
 namespace ebbtide::bindings {
 
 // How many of the in-place counters moved since the saves.
-std::uint64_t CommandRunner::moved(nb::handle witnesses) const {
+std::uint64_t CommandRunner::moved(const StorageEntry& entry) const {
   std::uint64_t moved = 0;
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(witnesses.ptr()); ++i) {
-    const nb::object witness = nb::borrow(PyList_GET_ITEM(witnesses.ptr(), i));
-    if (!version_(item(witness, 0)).equal(item(witness, 1))) ++moved;
+  for (std::size_t i = 0; i < entry.witnesses.size(); ++i) {  // another thread may add one meanwhile
+    const auto [witness, version] = entry.witnesses[i];
+    if (nb::cast<std::uint64_t>(version_(witness)) != version) ++moved;
   }
   return moved;
 }
 
-bool CommandRunner::intact(nb::handle entry) const { return moved(get(entry, names().witnesses)) == 0; }
+bool CommandRunner::intact(const StorageEntry& entry) const { return moved(entry) == 0; }
 
-ProbeAnswer CommandRunner::inspect(nb::handle entry) const {
-  const nb::object leases = get(entry, names().leases);
+ProbeAnswer CommandRunner::inspect(const StorageEntry& entry) const {
   ProbeAnswer answer;
   {
-    const nb::object lease = last_of(leases);
+    const nb::object lease = entry.lease();
     if (!lease.is_valid()) return kHeld;  // released
-    answer.same = nb::cast<bool>(unmoved_(lease, get(entry, names().ref)));
+    answer.same = nb::cast<bool>(unmoved_(lease, entry.ref));
   }
-  const nb::object witnesses = get(entry, names().witnesses);
-  const std::uint64_t changed = moved(witnesses);
+  const std::uint64_t changed = moved(entry);
   answer.intact = changed == 0;
-  answer.spoiled = changed > 0 && changed == static_cast<std::uint64_t>(PyList_GET_SIZE(witnesses.ptr()));
+  answer.spoiled = changed > 0 && changed == entry.witnesses.size();
   // The list of leases is to be a lease's only holder here.
   try {
-    const nb::object holders = holders_(leases);
+    const nb::object holders = holders_(entry.leases);
     answer.counted = !holders.is_none();
     answer.holders = answer.counted ? nb::cast<std::uint64_t>(holders) : 0;
   } catch (nb::python_error& error) {
@@ -54,8 +52,8 @@ void CommandRunner::probe(const Command& command) {
   ProbeAnswer answer = kUnknown;
   finally(
       [&] {
-        const nb::object entry = find(command.storage);
-        answer = entry.is_valid() ? inspect(entry) : kHeld;
+        const EntryRef entry = find(command.storage);
+        answer = entry ? inspect(*entry) : kHeld;
       },
       [&] { run(engine_.probed(command.storage, answer)); });
 }
@@ -74,8 +72,8 @@ void CommandRunner::complete(const Completion& done) {
           self().attr("note_error")(value(done.copy), static_cast<int>(done.hop), numbers(done.storages), done.error);
         if (done.hop != Hop::kOffload) return;
         for (const StorageId storage : done.storages) {
-          const nb::object entry = find(storage);
-          answers.push_back(entry.is_valid() ? inspect(entry) : kUnknown);
+          const EntryRef entry = find(storage);
+          answers.push_back(entry ? inspect(*entry) : kUnknown);
         }
       },
       [&] {

@@ -103,11 +103,17 @@ void CommandRunner::run_dropped(Dropped& dropped) {
 
 void CommandRunner::cut_short() { self().attr("cut_short")(); }
 
-nb::object CommandRunner::find(StorageId storage) const {
+EntryRef CommandRunner::find(StorageId storage) const {
   const nb::int_ key(value(storage));
   PyObject* entry = PyDict_GetItemWithError(entries_.ptr(), key.ptr());
   if (entry == nullptr && PyErr_Occurred() != nullptr) nb::raise_python_error();
-  return nb::borrow(entry);
+  return EntryRef(nb::borrow(entry));
+}
+
+EntryRef CommandRunner::add(EntryRef entry) {
+  const nb::int_ key(value(entry->storage));
+  PyObject* kept = PyDict_SetDefault(entries_.ptr(), key.ptr(), entry.object().ptr());
+  return EntryRef(nb::borrow(nb::detail::raise_if_null(kept)));
 }
 
 void bind_command_runner(nb::module_& m) {
@@ -138,29 +144,10 @@ void bind_command_runner(nb::module_& m) {
           },
           nb::arg("copy"), nb::arg("hop"), nb::arg("storages"), nb::arg("error").none())
       .def(
-          "restore",
-          [](CommandRunner& runner, nb::handle entry, std::uint64_t ticket, std::uint64_t pass_id, bool allow_live,
-             std::uint64_t stream) {
-            return runner.restore(entry, TicketId{ticket}, PassId{pass_id}, allow_live, StreamRef{stream});
-          },
-          nb::arg("entry"), nb::arg("ticket"), nb::arg("pass_id"), nb::arg("allow_live"), nb::arg("stream"),
-          nb::sig("def restore(self, entry: object, ticket: int, pass_id: int, allow_live: bool, stream: int) "
-                  "-> tuple[int, typing.Any, int, bool, int, int, int, Commands | None] | None"))
-      .def(
-          "allocate",
-          [](CommandRunner& runner, std::uint64_t storage, std::uint64_t load, std::int64_t device,
-             std::uint64_t nbytes, std::uint64_t residue, std::uint64_t stream) {
-            return runner.allocate(StorageId{storage}, CopyId{load}, device, nbytes, residue, StreamRef{stream});
-          },
-          nb::arg("storage"), nb::arg("load"), nb::arg("device"), nb::arg("nbytes"), nb::arg("residue"),
-          nb::arg("stream"))
-      .def(
           "adopt",
-          [](CommandRunner& runner, nb::handle entry, std::uint64_t storage, std::uint64_t load,
-             const nb::object& memory, std::uint64_t stream) {
-            runner.adopt(entry, StorageId{storage}, CopyId{load}, memory, StreamRef{stream});
-          },
-          nb::arg("entry"), nb::arg("storage"), nb::arg("load"), nb::arg("memory"), nb::arg("stream"))
+          [](CommandRunner& runner, StorageEntry& entry, std::uint64_t load, const nb::object& memory,
+             std::uint64_t stream) { runner.adopt(entry, CopyId{load}, memory, StreamRef{stream}); },
+          nb::arg("entry"), nb::arg("load"), nb::arg("memory"), nb::arg("stream"))
       .def(
           "expect", [](CommandRunner& runner, std::uint64_t copy) { runner.expect(CopyId{copy}); }, nb::arg("copy"))
       .def(
@@ -172,8 +159,7 @@ void bind_command_runner(nb::module_& m) {
             runner.expect_nothing();
             for (const std::uint64_t copy : copies) runner.expect(CopyId{copy});
           },
-          nb::arg("copies"))
-      .def("intact", &CommandRunner::intact, nb::arg("entry"));
+          nb::arg("copies"));
 }
 
 }  // namespace ebbtide::bindings

@@ -4,14 +4,21 @@
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
+#include <optional>
 #include <unordered_set>
 #include <vector>
 
 #include "dropped.h"
 #include "ebbtide/engine.h"
+#include "storage_entry.h"
 #include "stream_copies.h"
 
 namespace ebbtide::bindings {
+
+struct Restored {
+  RestoreVerdict verdict;
+  nanobind::object storage;  // kLive, kShared; None where another thread loads it anew: ask again
+};
 
 // Calls the functions of ebbtide.framework for one engine, and reports back to it. The base class of
 // ebbtide.transfers.Transfers.
@@ -44,25 +51,28 @@ class CommandRunner {
   void expect_nothing() { expected_.clear(); }
   [[nodiscard]] bool expects(CopyId copy) const { return expected_.contains(copy); }
 
-  // (outcome, storage, load, whether another thread allocates, bytes, residue, stream, commands): see RestoreVerdict.
-  // For what is there the commands were run, and are None; so is a storage that another thread loads anew: ask again.
-  // None where a counter of the entry moved and its storage is gone. With `allow_live` the saved storage will do.
-  [[nodiscard]] nanobind::object restore(nanobind::handle entry, TicketId ticket, PassId pass, bool allow_live,
-                                         StreamRef stream);
+  // For what is there the verdict's commands were run. Nothing where a counter of the entry moved and its storage is
+  // gone. With `allow_live` the saved storage will do.
+  [[nodiscard]] std::optional<Restored> restore(const StorageEntry& entry, TicketId ticket, PassId pass,
+                                                bool allow_live, StreamRef stream);
   // Memory for a load that the engine has begun; tells the engine where there is none.
   [[nodiscard]] nanobind::object allocate(StorageId storage, CopyId load, std::int64_t device, std::uint64_t nbytes,
                                           std::uint64_t residue, StreamRef stream);
   // Hands new memory to the engine, which starts the load when it can.
-  void adopt(nanobind::handle entry, StorageId storage, CopyId load, const nanobind::object& memory, StreamRef stream);
+  void adopt(StorageEntry& entry, CopyId load, const nanobind::object& memory, StreamRef stream);
   // Whether no in-place counter of the entry moved since the saves.
-  [[nodiscard]] bool intact(nanobind::handle entry) const;
+  [[nodiscard]] bool intact(const StorageEntry& entry) const;
+
+  [[nodiscard]] Engine& engine() const { return engine_; }
+  [[nodiscard]] EntryRef find(StorageId storage) const;
+  // The entry, unless another thread added one for the same storage meanwhile: then that.
+  [[nodiscard]] EntryRef add(EntryRef entry);
 
  private:
   [[nodiscard]] nanobind::object self() { return nanobind::find(this); }
-  [[nodiscard]] nanobind::object find(StorageId storage) const;
-  [[nodiscard]] nanobind::object unmoved(nanobind::handle entry) const;
-  [[nodiscard]] std::uint64_t moved(nanobind::handle witnesses) const;
-  [[nodiscard]] ProbeAnswer inspect(nanobind::handle entry) const;
+  [[nodiscard]] nanobind::object unmoved(const StorageEntry& entry) const;
+  [[nodiscard]] std::uint64_t moved(const StorageEntry& entry) const;
+  [[nodiscard]] ProbeAnswer inspect(const StorageEntry& entry) const;
   void cut_short();
 
   void probe(const Command& command);

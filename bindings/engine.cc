@@ -11,9 +11,7 @@
 #include <tuple>
 
 #include "bindings.h"
-#include "command_runner.h"
 #include "commands.h"
-#include "dropped.h"
 
 namespace nb = nanobind;
 
@@ -63,72 +61,6 @@ void bind_verdicts(nb::module_& m) {
       .def_ro("residue", &RestoreVerdict::residue)
       .def_prop_ro("commands", [](const RestoreVerdict& verdict) { return verdict.commands; });
 }
-
-// Owns one ticket of the engine. Its end is a C++ destructor: no exception out of a signal handler can come before it.
-class TicketHold {
- public:
-  TicketHold(std::shared_ptr<Dropped> dropped, TicketId ticket) : dropped_(std::move(dropped)), ticket_(ticket) {}
-  TicketHold(const TicketHold&) = delete;
-  TicketHold& operator=(const TicketHold&) = delete;
-  ~TicketHold() {
-    if (!usable()) return;
-    for (Command& command : dropped_->engine.drop(ticket_)) dropped_->commands.push_back(std::move(command));
-    if (dropped_->commands.empty()) return;
-    in_destructor([this] {
-      const nb::object runner = dropped_->on_drop();
-      CommandRunner* here = nullptr;
-      if (nb::try_cast(runner, here) && here != nullptr) here->run_dropped(*dropped_);
-    });
-  }
-
- private:
-  std::shared_ptr<Dropped> dropped_;
-  TicketId ticket_;
-};
-
-std::int64_t integer(nb::handle number) { return nb::cast<std::int64_t>(number); }
-
-std::vector<std::int64_t> integers(nb::handle tuple) {
-  std::vector<std::int64_t> all;
-  all.reserve(nb::len(tuple));
-  for (const nb::handle number : nb::borrow<nb::tuple>(tuple)) all.push_back(integer(number));
-  return all;
-}
-
-// Saves, and gives every ticket to a TicketHold. Storages and views are those of ebbtide.framework.
-struct Tickets {
-  std::shared_ptr<Dropped> dropped;
-
-  // (TicketHold or None, why it is kept, ticket, storage, whether it is new, lease, commands): one for every saved
-  // tensor, so a tuple.
-  nb::object save(const nb::tuple& storage, const nb::tuple& view, std::uint64_t version, std::uint64_t epoch,
-                  std::size_t label, std::uint64_t run, bool on_request, std::uint64_t stream, bool forced,
-                  bool spoiled) {
-    SaveVerdict verdict = dropped->engine.save(
-        {.storage = storage_ref(storage),
-         .view = {integer(view[0]), integer(view[1]), integer(view[2]), integers(view[3]), integers(view[4])},
-         .version = version,
-         .epoch = EpochId{epoch},
-         .label = label,
-         .run = RunId{run},
-         .on_request = on_request,
-         .stream = StreamRef{stream},
-         .forced = forced,
-         .spoiled = spoiled});
-    nb::object hold = nb::none();
-    if (verdict.outcome != SaveOutcome::kKept) {
-      hold = nb::cast(new TicketHold(dropped, verdict.ticket), nb::rv_policy::take_ownership);
-    }
-    return nb::make_tuple(std::move(hold), verdict.reason, value(verdict.ticket), value(verdict.storage),
-                          verdict.outcome == SaveOutcome::kNew, verdict.lease,
-                          verdict.commands.empty() ? nb::none() : nb::cast(std::move(verdict.commands)));
-  }
-
-  nb::object pop_dropped() {
-    std::optional<Command> command = dropped->pop();
-    return command ? nb::cast(std::move(*command)) : nb::none();
-  }
-};
 
 }  // namespace
 
@@ -275,26 +207,6 @@ void bind_engine(nb::module_& m) {
       .def("stats", &Engine::stats)
       .def("group_stats", &Engine::group_stats)
       .def("reset_stats", &Engine::reset_stats);
-  nb::class_<TicketHold>(m, "TicketHold");
-  nb::class_<Tickets>(m, "Tickets")
-      .def(
-          "__init__",
-          [](Tickets* self, nb::object engine, nb::object on_drop) {
-            Engine& core = nb::cast<Engine&>(engine);
-            new (self) Tickets{std::make_shared<Dropped>(Dropped{std::move(engine), std::move(on_drop), core, {}})};
-          },
-          nb::arg("engine"), nb::arg("on_drop"), nb::sig("def __init__(self, engine: Engine, on_drop: object) -> None"))
-      .def("save", &Tickets::save, nb::arg("storage"), nb::arg("view"), nb::arg("version"), nb::arg("epoch"),
-           nb::arg("label"), nb::arg("run"), nb::arg("on_request"), nb::arg("stream"), nb::arg("forced"),
-           nb::arg("spoiled"),
-           nb::sig(
-               "def save(self, storage: tuple[int, int, int, int], view: tuple[object, ...], version: int, epoch: int, "
-               "label: int, run: int, on_request: bool, stream: int, forced: bool, spoiled: bool) "
-               "-> tuple[TicketHold | None, KeepReason, int, int, bool, bool, Commands | None]"))
-      .def(
-          "run_dropped", [](Tickets& tickets, CommandRunner& runner) { runner.run_dropped(*tickets.dropped); },
-          nb::arg("runner"))
-      .def("pop_dropped", &Tickets::pop_dropped, nb::sig("def pop_dropped(self) -> Command | None"));
 }
 
 }  // namespace ebbtide::bindings

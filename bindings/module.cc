@@ -11,7 +11,10 @@ NB_MODULE(_core, m) {
   bind_engine(m);
   bind_host_executor(m);
   bind_stream_copies(m);
+  bind_storage_entry(m);
   bind_command_runner(m);
+  bind_ticket(m);
+  bind_saved_tensors(m);
   bind_malloc_threshold(m);
   bind_lifetime(m);
   bind_torch_tensors(m);

@@ -27,7 +27,7 @@ class Function {
   [[nodiscard]] bool is_none() const { return function_.is_none(); }
 
  private:
-  nanobind::object function_;
+  nanobind::object function_ = nanobind::none();
 };
 
 // An attribute that a class of a framework defines in C, of objects of that class.

@@ -55,6 +55,8 @@ TorchTensors::TorchTensors(const nb::object& torch, const nb::object& device_typ
       device_(tensor_type_, "device"),
       dtype_(tensor_type_, "dtype"),
       data_(tensor_type_, "data"),
+      is_leaf_(tensor_type_, "is_leaf"),
+      requires_grad_(tensor_type_, "requires_grad"),
       detach_(tensor_type_, "detach"),
       set_(tensor_type_, "set_"),
       is_conj_(tensor_type_, "is_conj"),
@@ -72,7 +74,7 @@ TorchTensors::TorchTensors(const nb::object& torch, const nb::object& device_typ
       device_index_(torch.attr("device"), "index"),
       device_kind_(torch.attr("device"), "type"),
       data_ptr_(torch.attr("UntypedStorage"), "data_ptr"),
-      nbytes_(torch.attr("UntypedStorage"), "nbytes"),
+      storage_nbytes_(torch.attr("UntypedStorage"), "nbytes"),
       resizable_(torch.attr("UntypedStorage"), "resizable"),
       weak_ref_(torch.attr("UntypedStorage"), "_weak_ref"),
       lock_(torch.attr("UntypedStorage"), "_new_with_weak_ptr"),
@@ -132,6 +134,27 @@ nb::object TorchTensors::keep_reason(nb::handle tensor, nb::handle weights) {
   return nb::none();
 }
 
+std::uint64_t TorchTensors::nbytes(nb::handle tensor) const {
+  try {
+    return unsigned_of(numel_(tensor)) * unsigned_of(element_size_(tensor));
+  } catch (nb::python_error& error) {
+    if (!error.matches(PyExc_RuntimeError)) throw;
+    return 0;
+  }
+}
+
+nb::object TorchTensors::keep(nb::handle tensor, KeepReason reason) const {
+  const bool leaf = is_true(is_leaf_.get(tensor));
+  if (reason == KeepReason::kSmall && !(leaf && is_true(requires_grad_.get(tensor))) && !is_true(numel_(tensor))) {
+    // A view without elements must not pin the storage it came from.
+    return self().attr("without_elements")(tensor);
+  }
+  // No graph hangs at a leaf, and whoever swaps its data wants backward to see the new data.
+  if (leaf) return nb::borrow(tensor);
+  // The tensor itself would keep its own node alive for ever where it is the node's output.
+  return detach_(tensor);
+}
+
 bool TorchTensors::is_lazy(nb::handle tensor) const { return is_true(is_conj_(tensor)) || is_true(is_neg_(tensor)); }
 
 nb::object TorchTensors::view_meta(nb::handle tensor) {
@@ -150,16 +173,16 @@ nb::object TorchTensors::view_meta(nb::handle tensor) {
 
 // --- storages
 
-nb::object TorchTensors::storage_bytes(nb::handle tensor) const { return nbytes_(untyped_storage_(tensor)); }
+nb::object TorchTensors::storage_bytes(nb::handle tensor) const { return storage_nbytes_(untyped_storage_(tensor)); }
 
 nb::object TorchTensors::storage_ref(nb::handle storage) const {
   nb::object index = is_cpu_ ? nb::object(nb::int_(0)) : device_index_.get(storage_device_.get(storage));
   return named(storage_ref_type_,
-               {std::move(index), storage_cdata_.get(storage), data_ptr_(storage), nbytes_(storage)});
+               {std::move(index), storage_cdata_.get(storage), data_ptr_(storage), storage_nbytes_(storage)});
 }
 
 bool TorchTensors::unmoved(nb::handle storage, nb::handle ref) const {
-  return data_ptr_(storage).equal(field(ref, 2)) && nbytes_(storage).equal(field(ref, 3));
+  return data_ptr_(storage).equal(field(ref, 2)) && storage_nbytes_(storage).equal(field(ref, 3));
 }
 
 nb::object TorchTensors::weak(nb::handle storage) const {
@@ -206,6 +229,14 @@ std::int64_t TorchTensors::index_of(nb::handle storage) const {
   return is_cpu_ ? 0 : signed_of(device_index_.get(storage_device_.get(storage)));
 }
 
+bool TorchTensors::recomputes() const {
+  PyObject* const globals = PyEval_GetGlobals();  // of who has unpack called; autograd's own threads have none
+  if (globals == nullptr) return false;
+  PyObject* const module = PyDict_GetItemWithError(globals, module_name_.ptr());
+  if (module == nullptr && PyErr_Occurred() != nullptr) nb::raise_python_error();
+  return module != nullptr && nb::handle(module).equal(checkpoint_);
+}
+
 nb::object TorchTensors::make_view(nb::handle storage, nb::handle view, nb::handle witness) {
   const Unobserved unobserved(modes_entered_, disable_);
   if (is_true(inference_()) || signed_of(field(view, 2)) % kMaxViewKinds != 0 || is_lazy(witness)) {
@@ -224,6 +255,9 @@ void bind_torch_tensors(nb::module_& m) {
            nb::arg("device_type"), nb::arg("helpers"))
       .def("keep_reason", &TorchTensors::keep_reason, nb::arg("tensor"), nb::arg("weights"),
            nb::sig("def keep_reason(self, tensor: typing.Any, weights: typing.Any) -> KeepReason | None"))
+      .def("nbytes", &TorchTensors::nbytes, nb::arg("tensor"), nb::sig("def nbytes(self, tensor: typing.Any) -> int"))
+      .def("keep", &TorchTensors::keep, nb::arg("tensor"), nb::arg("reason"),
+           nb::sig("def keep(self, tensor: typing.Any, reason: KeepReason) -> typing.Any"))
       .def("view_meta", &TorchTensors::view_meta, nb::arg("tensor"),
            nb::sig("def view_meta(self, tensor: typing.Any) -> typing.Any"))
       .def("storage_bytes", &TorchTensors::storage_bytes, nb::arg("tensor"),
@@ -240,6 +274,7 @@ void bind_torch_tensors(nb::module_& m) {
            nb::sig("def counter_owner(self, tensor: typing.Any) -> typing.Any"))
       .def("witness", &TorchTensors::witness, nb::arg("tensor"),
            nb::sig("def witness(self, tensor: typing.Any) -> typing.Any"))
+      .def("recomputes", &TorchTensors::recomputes)
       .def("make_view", &TorchTensors::make_view, nb::arg("storage"), nb::arg("view"), nb::arg("witness"),
            nb::sig("def make_view(self, storage: typing.Any, view: typing.Any, witness: typing.Any) -> typing.Any"));
 }

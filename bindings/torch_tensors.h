@@ -7,6 +7,7 @@
 #include <map>
 #include <utility>
 
+#include "ebbtide/stats.h"
 #include "native_calls.h"
 
 namespace ebbtide::bindings {
@@ -33,6 +34,8 @@ class TorchTensors {
   TorchTensors& operator=(const TorchTensors&) = delete;
 
   [[nodiscard]] nanobind::object keep_reason(nanobind::handle tensor, nanobind::handle weights);
+  [[nodiscard]] std::uint64_t nbytes(nanobind::handle tensor) const;
+  [[nodiscard]] nanobind::object keep(nanobind::handle tensor, KeepReason reason) const;
   [[nodiscard]] nanobind::object view_meta(nanobind::handle tensor);
   [[nodiscard]] nanobind::object storage_bytes(nanobind::handle tensor) const;
   [[nodiscard]] nanobind::object storage_ref(nanobind::handle storage) const;
@@ -42,6 +45,7 @@ class TorchTensors {
   [[nodiscard]] nanobind::object holders(nanobind::handle held) const;
   [[nodiscard]] nanobind::object counter_owner(nanobind::handle tensor) const;
   [[nodiscard]] nanobind::object witness(nanobind::handle tensor);
+  [[nodiscard]] bool recomputes() const;
   [[nodiscard]] nanobind::object make_view(nanobind::handle storage, nanobind::handle view, nanobind::handle witness);
 
  private:
@@ -55,12 +59,13 @@ class TorchTensors {
   const nanobind::object device_type_;
   const bool is_cpu_;
   const nanobind::object tensor_type_, strided_, storage_ref_type_, view_meta_type_, cast_dtypes_;
-  const Attribute base_, layout_, is_nested_, is_quantized_, on_cpu_, device_, dtype_, data_;
+  const Attribute base_, layout_, is_nested_, is_quantized_, on_cpu_, device_, dtype_, data_, is_leaf_, requires_grad_;
   const Function detach_, set_, is_conj_, is_neg_, is_zero_, numel_, storage_offset_, element_size_, size_, stride_,
       get_device_, untyped_storage_;
   const Attribute storage_device_, storage_cdata_, device_index_, device_kind_;
-  const Function data_ptr_, nbytes_, resizable_, weak_ref_, lock_;
+  const Function data_ptr_, storage_nbytes_, resizable_, weak_ref_, lock_;
   const nanobind::object free_weak_ref_;
+  const nanobind::str module_name_{"__name__"}, checkpoint_{"torch.utils.checkpoint"};
   const Function modes_entered_, disable_, is_wrapped_, capturing_, inference_, use_count_, is_weight_, is_weight_cast_;
   nanobind::object devices_;  // of this type, seen so far
   nanobind::dict kinds_;      // of dtypes: the numbers in a ViewMeta

@@ -6,9 +6,8 @@ import copy
 from collections.abc import Mapping
 
 from ebbtide import _core
-from ebbtide._core import Hop
+from ebbtide._core import Hop, StorageEntry
 from ebbtide.errors import DeviceError, HostMemoryError
-from ebbtide.saved import StorageEntry
 from ebbtide.sizes import format_bytes
 
 _OFFLOAD = int(Hop.OFFLOAD)
@@ -37,7 +36,7 @@ class Failures:
         elif hop == _LOAD:
             for storage in storages:
                 if (entry := entries.get(storage)) is not None:
-                    entry.load_errors[number] = _to_raise_later(error)
+                    entry.note_load_error(number, _to_raise_later(error))
                     if entry.load_started == number:
                         entry.load_started = 0
         else:

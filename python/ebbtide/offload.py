@@ -10,14 +10,14 @@ from types import TracebackType
 from typing import Any, NoReturn, SupportsIndex
 
 from ebbtide import _core, process
+from ebbtide._core import Saving
 from ebbtide.config import OffloadConfig
 from ebbtide.errors import UsageError
 from ebbtide.framework import Framework, Tensor
 from ebbtide.peaks import render_peaks
 from ebbtide.report import GroupTotals, Stats, metrics, render_report
 from ebbtide.resolved import Resolved
-from ebbtide.saved import Kept, Saving, Ticket
-from ebbtide.session import Session
+from ebbtide.session import Packed, Session
 from ebbtide.sizes import SHOWN
 from ebbtide.transfers import Transfers
 
@@ -69,7 +69,7 @@ class Scope:
             self.pack, session.unpack
         )
 
-    def pack(self, tensor: Tensor) -> Kept | Ticket:
+    def pack(self, tensor: Tensor) -> Packed:
         if self._left:
             # Frameworks restore the hooks that a backward began with: left inside one, they stay.
             return self._session.keep(tensor)

@@ -28,7 +28,6 @@ _spill_files: dict[tuple[str, bool], _core.SpillFile] = {}
 _malloc_fixed = False
 _forked = False
 _finished = False
-unusable = False  # either; for callers that ask once per tensor
 
 
 def executor() -> _core.HostExecutor:
@@ -98,9 +97,8 @@ def require_usable(place: str) -> None:
 
 
 def _after_fork_in_child() -> None:
-    global _forked, unusable
+    global _forked
     _forked = bool(_executor or _host_pool or _pinned_pools or _spill_files)
-    unusable = _forked or _finished
     if _forked:
         _core.stop_destructors()
     # Its threads are not here: joining them would hang.
@@ -108,8 +106,8 @@ def _after_fork_in_child() -> None:
 
 
 def _at_exit() -> None:
-    global _finished, unusable
-    _finished = unusable = True
+    global _finished
+    _finished = True
     _core.stop_destructors()
     if _executor is not None and not _forked:
         _executor.shutdown()

@@ -14,12 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 from ebbtide import _core, process
-from ebbtide._core import CommandKind, Hop
+from ebbtide._core import CommandKind, Hop, StorageEntry
 from ebbtide.errors import EbbtideError
 from ebbtide.failures import Failures
 from ebbtide.framework import Framework, Storage
 from ebbtide.resolved import Resolved
-from ebbtide.saved import StorageEntry
 from ebbtide.tiers import Tiers
 
 _POLL_MS = 100
@@ -177,7 +176,7 @@ class Transfers(_core.CommandRunner):
         """Fills the storage, or orders the current stream after that; False where the engine gave the load up meanwhile.
         Raises what made it fail."""
         try:
-            self.adopt(entry, entry.storage_id, load, storage, stream)
+            self.adopt(entry, load, storage, stream)
         finally:
             # Others may wait for what they begin.
             self.run(commands)
@@ -207,7 +206,7 @@ class Transfers(_core.CommandRunner):
             if (entry := self.entries.get(storage)) is None:
                 continue
             self._wait_until_started(load)
-            devices.add(entry.ref.device)
+            devices.add(entry.device)
             if self._streams is None:
                 self.wait(load)
         if self._streams is not None:
@@ -222,7 +221,7 @@ class Transfers(_core.CommandRunner):
                 _yield_to_others()
 
     def _raise_load_error(self, entry: StorageEntry, load: int) -> None:
-        error = entry.load_errors.pop(load, None)
+        error = entry.take_load_error(load)
         try:
             if error is not None:
                 raise error
@@ -281,7 +280,7 @@ class Transfers(_core.CommandRunner):
         if command.stream != 0 and command.copy == 0:
             storage, stream = entry.lease or self._framework.lock(entry.weak), command.stream
         elif command.stream != 0:
-            storage, stream = entry.restored.get(command.copy), command.stream
+            storage, stream = entry.restored_by(command.copy), command.stream
             if storage is None and entry.restored_weak is not None:
                 storage = self._framework.lock(entry.restored_weak)
         else:
@@ -302,7 +301,7 @@ class Transfers(_core.CommandRunner):
     def _load_failed(self, command: _core.Command) -> None:
         if (entry := self.entries.get(command.storage)) is not None:
             error = self._failures.of_load(command, self.tiers.max_host_bytes)
-            entry.load_errors[command.copy] = error
+            entry.note_load_error(command.copy, error)
 
     def _warn_tier_full(self, command: _core.Command) -> None:
         if not process.usable():
@@ -323,7 +322,10 @@ def _yield_to_others() -> None:
 
 def _on_device(entry: StorageEntry, copy: int, hop: int) -> Storage:
     """What the copy reads or writes. Raises LookupError where it was let go of."""
-    return entry.restored[copy] if hop == _LOAD else entry.leases[-1]
+    storage = entry.restored_by(copy) if hop == _LOAD else entry.lease
+    if storage is None:
+        raise LookupError("a storage to copy was let go of")
+    return storage
 
 
 # Who carries out what CommandRunner does not.

@@ -16,8 +16,7 @@ from ebbtide.hyper_parallel.regions import (
 )
 from ebbtide.hyper_parallel.runtime import modules_for, modules_to_wrap, session_for
 from ebbtide.modules import CheckpointExcludeWrapper, Module, Modules, name_of
-from ebbtide.saved import Kept
-from ebbtide.session import Session
+from ebbtide.session import Kept, Session
 
 
 def checkpoint_exclude_wrapper(module: Callable[..., Any], *, save_output: bool = True) -> Module:

@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
+from ebbtide._core import Saving
 from ebbtide.config import OffloadConfig, environment_name
 from ebbtide.errors import UsageError
 from ebbtide.framework import Tensor
@@ -24,8 +25,7 @@ from ebbtide.hyper_parallel.counted import count
 from ebbtide.hyper_parallel.groups import Current, GroupRun, Stage, current
 from ebbtide.modules import Modules, name_of, tensors_in
 from ebbtide.offload import frees_nothing
-from ebbtide.saved import Kept, Saving, Ticket
-from ebbtide.session import Session
+from ebbtide.session import Packed, Session
 from ebbtide.sizes import SHOWN
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ class Unpack:
         self.epoch = epoch
         self._session = epoch.session
 
-    def __call__(self, saved: Kept | Ticket) -> Tensor:
+    def __call__(self, saved: Packed) -> Tensor:
         self.epoch.backward_began = True
         if self._session.transfers.interrupted:
             self.epoch.end_idle()
@@ -225,7 +225,7 @@ class Scope:
     returned.
     """
 
-    unpack: Callable[[Kept | Ticket], Tensor]
+    unpack: Callable[[Packed], Tensor]
 
     def __init__(
         self, swap: SwapSession, saving: Saving, keys: tuple[Hashable, ...], name: str, hooked: bool
@@ -296,7 +296,7 @@ class Scope:
         if self._label:
             self._session.end_group()
 
-    def pack(self, tensor: Tensor) -> Kept | Ticket:
+    def pack(self, tensor: Tensor) -> Packed:
         if not self._packs:
             # Also when left: frameworks restore the hooks that a backward began with.
             return self._session.keep(tensor)
@@ -306,7 +306,7 @@ class Scope:
             self._join(group)
         return self._session.pack(tensor, self._saving)
 
-    def pack_inside(self, tensor: Tensor) -> Kept | Ticket:
+    def pack_inside(self, tensor: Tensor) -> Packed:
         """Packs what is no input of a region, also where only those leave by themselves."""
         saving = self._saving
         inputs_only, saving.inputs_only = saving.inputs_only, False

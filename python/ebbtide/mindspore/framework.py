@@ -82,7 +82,7 @@ class MindSporeFramework:
 
     def is_region_input(self) -> bool:
         # Of a recompute with use_reentrant=False. The other kind holds its inputs itself.
-        frame = sys._getframe(2).f_back
+        frame = sys._getframe(1).f_back
         if frame is None or frame.f_globals.get("__name__") != _Function.__module__:
             return False
         frame = frame.f_back

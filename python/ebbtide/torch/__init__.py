@@ -28,10 +28,9 @@ leave_alone(
     (
         Offload.__enter__,
         Offload.__exit__,
-        Session.end_pass,
         Scope.pack,
-        Session.unpack,
-        # The end of a ticket calls them without any of the above in between.
+        # What is C++ calls them without any of the above in between.
+        *methods(Session),
         *methods(Transfers),
         *methods(TorchFramework),
         *methods(TorchStreams),

@@ -15,7 +15,6 @@ from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 
 from ebbtide import _core
-from ebbtide._core import KeepReason
 from ebbtide.errors import UsageError
 from ebbtide.framework import DeviceMemory, StorageRef, Streams, ViewMeta, Weights
 from ebbtide.torch.blocks import current_pass, graph_task_id, repeated_blocks, watch
@@ -69,14 +68,8 @@ class TorchFramework(_core.TorchTensors):
 
     # --- what a tensor is
 
-    def nbytes(self, tensor: torch.Tensor) -> int:
-        try:
-            return tensor.numel() * tensor.element_size()
-        except RuntimeError:
-            return 0
-
     def is_region_input(self) -> bool:
-        frame = sys._getframe(2).f_back
+        frame = sys._getframe(1).f_back
         if frame is not None and frame.f_code is _APPLY_CODE:
             frame = frame.f_back
         if frame is None or frame.f_globals.get("__name__") != "torch.utils.checkpoint":
@@ -146,19 +139,8 @@ class TorchFramework(_core.TorchTensors):
 
     replaceable = staticmethod(attrgetter("is_leaf"))
 
-    def keep(self, tensor: torch.Tensor, reason: KeepReason) -> torch.Tensor:
-        owned = tensor.is_leaf and tensor.requires_grad
-        if reason is KeepReason.SMALL and tensor.numel() == 0 and not owned:
-            # A view without elements must not pin the storage it came from.
-            return self._without_elements(tensor)
-        if tensor.is_leaf:
-            # No graph hangs at a leaf, and whoever swaps its data wants backward to see the new data.
-            return tensor
-        # The tensor itself would keep its own node alive for ever where it is the node's output.
-        return tensor.detach()
-
     @unobserved
-    def _without_elements(self, tensor: torch.Tensor) -> torch.Tensor:
+    def without_elements(self, tensor: torch.Tensor) -> torch.Tensor:
         empty = torch.empty_strided(
             tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
         )
@@ -180,10 +162,6 @@ class TorchFramework(_core.TorchTensors):
         )
 
     # --- backward
-
-    def recomputes(self) -> bool:
-        frame = sys._getframe(1).f_back
-        return frame is not None and frame.f_globals.get("__name__") == "torch.utils.checkpoint"
 
     def make_any_view(
         self, storage: torch.UntypedStorage, view: ViewMeta, witness: torch.Tensor

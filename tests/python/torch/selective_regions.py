@@ -12,7 +12,7 @@ from torch_support import assert_same_bits
 from training import WIDTH, make_input, offload
 
 from ebbtide import CheckpointPolicy
-from ebbtide.saved import Saving
+from ebbtide._core import Saving
 from ebbtide.torch.selective import selective_contexts
 
 aten = torch.ops.aten

@@ -294,7 +294,6 @@ def test_garbage_collection_anywhere(place: str, monkeypatch: pytest.MonkeyPatch
     """The destructors of tickets come back into the session at every place where Python may run."""
     model, x = make_model(), make_input(rows=4)
     expected = step(model, x)
-    tide = offload(model)
     original: Any = inspect.getattr_static(TorchFramework, place)
     calls: list[int] = []
 
@@ -303,6 +302,7 @@ def test_garbage_collection_anywhere(place: str, monkeypatch: pytest.MonkeyPatch
         return original.__get__(self)(*arguments)
 
     monkeypatch.setattr(TorchFramework, place, collecting)
+    tide = offload(model)
     for _ in range(2):
         with tide:
             Cycle(model(x))

@@ -1,0 +1,54 @@
+// What stands for a saved tensor between forward and backward, and what ends with it.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+#include <memory>
+#include <utility>
+
+#include "dropped.h"
+#include "ebbtide/engine.h"
+#include "storage_entry.h"
+
+namespace ebbtide::bindings {
+
+// What pack returns for a tensor that may be offloaded. Owns one ticket of the engine: the last one of a storage owns
+// its bytes. Its end is a C++ destructor: no exception out of a signal handler can come before it.
+class Ticket {
+ public:
+  Ticket(std::shared_ptr<Dropped> dropped, TicketId id) : id(id), dropped_(std::move(dropped)) {}
+  Ticket(const Ticket&) = delete;
+  Ticket& operator=(const Ticket&) = delete;
+  ~Ticket();
+
+  const TicketId id;
+  std::uint64_t version = 0;  // of the in-place counter at the save
+  nanobind::object session;   // lives as long as its tickets
+  EntryRef entry;
+  nanobind::object view;                           // the ViewMeta of ebbtide.framework
+  nanobind::object witness = nanobind::none();     // shares the in-place counter
+  nanobind::object original = nanobind::none();    // weakly, a tensor whose owner may give it other data
+  nanobind::object recomputed = nanobind::none();  // the Recomputation of ebbtide.peaks that it is an input of
+
+ private:
+  std::shared_ptr<Dropped> dropped_;
+};
+
+// The tickets of one engine.
+struct Tickets {
+  std::shared_ptr<Dropped> dropped;
+};
+
+// What is saved through one pair of hooks: whose weights stay, and which storages leave the device, and when.
+struct Saving {
+  EpochId epoch{};
+  nanobind::object weights;
+  nanobind::object policy;   // called with the tensor; or None
+  bool inputs_only = false;  // of checkpointed regions
+  std::size_t label = 0;     // of the group that runs
+  RunId run{};               // of a group whose copies the caller starts
+  bool on_request = false;   // of the run, only what was asked for by `Runs.request`
+};
+
+}  // namespace ebbtide::bindings
