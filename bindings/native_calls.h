@@ -24,6 +24,15 @@ class Function {
     return nanobind::steal(nanobind::detail::raise_if_null(result));
   }
 
+  // The last argument goes by the name in the tuple `keyword`.
+  template <class... Arguments>
+  nanobind::object named(nanobind::handle keyword, const Arguments&... arguments) const {
+    const std::array<PyObject*, sizeof...(Arguments) + 1> all{nullptr, arguments.ptr()...};
+    PyObject* result = PyObject_Vectorcall(function_.ptr(), all.data() + 1,
+                                           (sizeof...(Arguments) - 1) | PY_VECTORCALL_ARGUMENTS_OFFSET, keyword.ptr());
+    return nanobind::steal(nanobind::detail::raise_if_null(result));
+  }
+
   [[nodiscard]] bool is_none() const { return function_.is_none(); }
 
  private:
@@ -49,6 +58,11 @@ class Attribute {
   nanobind::object descriptor_;
   descrgetfunc get_;
 };
+
+[[noreturn]] inline void raise(const nanobind::object& error) {
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+  nanobind::raise_python_error();
+}
 
 inline bool is_true(const nanobind::object& object) {
   const int answer = PyObject_IsTrue(object.ptr());

@@ -8,6 +8,7 @@
 #include "bindings.h"
 #include "commands.h"
 #include "finally.h"
+#include "made.h"
 #include "runner_parts.h"
 
 namespace nb = nanobind;
@@ -32,11 +33,6 @@ std::vector<std::int64_t> integers(nb::handle tuple) {
 // Of the ViewMeta of ebbtide.framework.
 ViewMeta view_meta(const nb::tuple& view) {
   return {integer(view[0]), integer(view[1]), integer(view[2]), integers(view[3]), integers(view[4])};
-}
-
-[[noreturn]] void raise(const nb::object& error) {
-  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
-  nb::raise_python_error();
 }
 
 // For a thread that needs what another one is about to do.
@@ -180,8 +176,8 @@ nb::object SavedTensors::save(nb::handle tensor, const Saving& saving, bool forc
                                                .forced = forced,
                                                .spoiled = spoiled});
   if (verdict.outcome == SaveOutcome::kKept) return keep(tensor, verdict.reason);
-  nb::object made = nb::cast(new Ticket(dropped_, verdict.ticket), nb::rv_policy::take_ownership);
-  Ticket& ticket = *nb::inst_ptr<Ticket>(made);
+  nb::object packed = made<Ticket>(dropped_, verdict.ticket);
+  Ticket& ticket = *nb::inst_ptr<Ticket>(packed);
   ticket.session = self();
   ticket.version = version;
   ticket.view = std::move(view);
@@ -190,8 +186,8 @@ nb::object SavedTensors::save(nb::handle tensor, const Saving& saving, bool forc
       [&] {
         ticket.entry = runner_.find(verdict.storage);
         if (!ticket.entry) {
-          auto* entry = new StorageEntry(verdict.storage, std::move(ref), weak_(storage));
-          ticket.entry = runner_.add(EntryRef(nb::cast(entry, nb::rv_policy::take_ownership)));
+          nb::object weak = weak_(storage);
+          ticket.entry = runner_.add(EntryRef(made<StorageEntry>(verdict.storage, std::move(ref), std::move(weak))));
         }
         StorageEntry& entry = *ticket.entry;
         // Autograd has a tensor saved before the operation that reads it is issued, and without Ebbtide would keep the
@@ -206,7 +202,7 @@ nb::object SavedTensors::save(nb::handle tensor, const Saving& saving, bool forc
         if (is_true(replaceable_(tensor))) ticket.original = weakly(tensor);
       },
       [&] { runner_.run(verdict.commands); });
-  return intact ? made : save(tensor, saving, forced, true);
+  return intact ? packed : save(tensor, saving, forced, true);
 }
 
 nb::object SavedTensors::witness(StorageEntry& entry, nb::handle tensor, std::uint64_t version) {

@@ -4,6 +4,7 @@
 
 #include "bindings.h"
 #include "ebbtide/stats.h"
+#include "made.h"
 #include "owned.h"
 
 namespace nb = nanobind;
@@ -87,6 +88,9 @@ TorchTensors::TorchTensors(const nb::object& torch, const nb::object& device_typ
       use_count_(helpers, "use_count"),
       is_weight_(helpers, "is_weight"),
       is_weight_cast_(helpers, "is_weight_cast"),
+      graph_task_id_(helpers, "graph_task_id"),
+      storage_type_(torch.attr("UntypedStorage")),
+      new_storage_(storage_type_, "__new__"),  // without the call of an empty __init__
       devices_(nb::steal(nb::detail::raise_if_null(PySet_New(nullptr)))) {}
 
 // --- what a tensor is
@@ -185,9 +189,7 @@ bool TorchTensors::unmoved(nb::handle storage, nb::handle ref) const {
   return data_ptr_(storage).equal(field(ref, 2)) && storage_nbytes_(storage).equal(field(ref, 3));
 }
 
-nb::object TorchTensors::weak(nb::handle storage) const {
-  return nb::cast(new Owned(weak_ref_(storage), free_weak_ref_), nb::rv_policy::take_ownership);
-}
+nb::object TorchTensors::weak(nb::handle storage) const { return made<Owned>(weak_ref_(storage), free_weak_ref_); }
 
 nb::object TorchTensors::lock(nb::handle weak) const { return lock_(nb::cast<Owned&>(weak).value()); }
 
@@ -200,6 +202,31 @@ nb::object TorchTensors::holders(nb::handle held) const {
   const std::uint64_t others = unsigned_of(use_count_(storage_cdata_.get(storage))) - 1;
   const auto of_object = static_cast<std::uint64_t>(Py_REFCNT(storage.ptr()));
   return nb::int_(of_object > 2 ? others + of_object - 2 : others);
+}
+
+nb::object TorchTensors::new_storage(std::uint64_t nbytes, const nb::object& where) const {
+  return new_storage_.named(device_keyword_, storage_type_, nb::int_(nbytes), where);
+}
+
+nb::object TorchTensors::allocate(std::uint64_t nbytes, std::uint64_t residue, std::int64_t device) {
+  auto where = where_.find(device);
+  if (where == where_.end()) where = where_.try_emplace(device, self().attr("device_of")(device)).first;
+  const auto shift_of = [&](nb::handle storage) {
+    return (residue - unsigned_of(data_ptr_(storage))) % kAlignmentBytes;
+  };
+  try {
+    nb::object storage = new_storage(nbytes, where->second);
+    if (shift_of(storage) == 0) return storage;
+    storage = new_storage(nbytes + kAlignmentBytes, where->second);
+    const std::uint64_t shift = shift_of(storage);
+    return storage[nb::slice(nb::int_(shift), nb::int_(shift + nbytes), nb::none())];
+  } catch (nb::python_error& error) {
+    const nb::object found = nb::borrow(error.value());
+    const nb::object told = self().attr("allocation_error")(found);
+    if (told.is(found)) throw;
+    PyException_SetCause(told.ptr(), nb::object(found).release().ptr());
+    raise(told);
+  }
 }
 
 // --- in-place counters
@@ -228,6 +255,8 @@ nb::object TorchTensors::witness(nb::handle tensor) {
 std::int64_t TorchTensors::index_of(nb::handle storage) const {
   return is_cpu_ ? 0 : signed_of(device_index_.get(storage_device_.get(storage)));
 }
+
+std::uint64_t TorchTensors::current_pass() const { return static_cast<std::uint64_t>(signed_of(graph_task_id_()) + 1); }
 
 bool TorchTensors::recomputes() const {
   PyObject* const globals = PyEval_GetGlobals();  // of who has unpack called; autograd's own threads have none
@@ -270,10 +299,13 @@ void bind_torch_tensors(nb::module_& m) {
       .def("lock", &TorchTensors::lock, nb::arg("weak"), nb::sig("def lock(self, weak: Owned) -> typing.Any"))
       .def("holders", &TorchTensors::holders, nb::arg("held"),
            nb::sig("def holders(self, held: list[typing.Any]) -> int | None"))
+      .def("allocate", &TorchTensors::allocate, nb::arg("nbytes"), nb::arg("residue"), nb::arg("device"),
+           nb::sig("def allocate(self, nbytes: int, residue: int, device: int) -> typing.Any"))
       .def("counter_owner", &TorchTensors::counter_owner, nb::arg("tensor"),
            nb::sig("def counter_owner(self, tensor: typing.Any) -> typing.Any"))
       .def("witness", &TorchTensors::witness, nb::arg("tensor"),
            nb::sig("def witness(self, tensor: typing.Any) -> typing.Any"))
+      .def("current_pass", &TorchTensors::current_pass)
       .def("recomputes", &TorchTensors::recomputes)
       .def("make_view", &TorchTensors::make_view, nb::arg("storage"), nb::arg("view"), nb::arg("witness"),
            nb::sig("def make_view(self, storage: typing.Any, view: typing.Any, witness: typing.Any) -> typing.Any"));

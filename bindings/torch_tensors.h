@@ -43,8 +43,10 @@ class TorchTensors {
   [[nodiscard]] nanobind::object weak(nanobind::handle storage) const;
   [[nodiscard]] nanobind::object lock(nanobind::handle weak) const;
   [[nodiscard]] nanobind::object holders(nanobind::handle held) const;
+  [[nodiscard]] nanobind::object allocate(std::uint64_t nbytes, std::uint64_t residue, std::int64_t device);
   [[nodiscard]] nanobind::object counter_owner(nanobind::handle tensor) const;
   [[nodiscard]] nanobind::object witness(nanobind::handle tensor);
+  [[nodiscard]] std::uint64_t current_pass() const;
   [[nodiscard]] bool recomputes() const;
   [[nodiscard]] nanobind::object make_view(nanobind::handle storage, nanobind::handle view, nanobind::handle witness);
 
@@ -53,6 +55,7 @@ class TorchTensors {
   [[nodiscard]] bool is_weight(nanobind::handle tensor) const { return is_true(is_weight_(tensor)); }
   [[nodiscard]] bool is_own(nanobind::handle device);
   [[nodiscard]] bool is_lazy(nanobind::handle tensor) const;
+  [[nodiscard]] nanobind::object new_storage(std::uint64_t nbytes, const nanobind::object& where) const;
   [[nodiscard]] std::int64_t index_of(nanobind::handle storage) const;
   [[nodiscard]] const nanobind::object& empty_of(nanobind::handle dtype, std::int64_t index, nanobind::handle on);
 
@@ -66,9 +69,14 @@ class TorchTensors {
   const Function data_ptr_, storage_nbytes_, resizable_, weak_ref_, lock_;
   const nanobind::object free_weak_ref_;
   const nanobind::str module_name_{"__name__"}, checkpoint_{"torch.utils.checkpoint"};
-  const Function modes_entered_, disable_, is_wrapped_, capturing_, inference_, use_count_, is_weight_, is_weight_cast_;
-  nanobind::object devices_;  // of this type, seen so far
-  nanobind::dict kinds_;      // of dtypes: the numbers in a ViewMeta
+  const Function modes_entered_, disable_, is_wrapped_, capturing_, inference_, use_count_, is_weight_, is_weight_cast_,
+      graph_task_id_;
+  const nanobind::object storage_type_;
+  const Function new_storage_;
+  const nanobind::tuple device_keyword_ = nanobind::make_tuple("device");
+  std::map<std::int64_t, nanobind::object> where_;  // devices by index
+  nanobind::object devices_;                        // of this type, seen so far
+  nanobind::dict kinds_;                            // of dtypes: the numbers in a ViewMeta
   // Empty tensors by dtype, which lives for ever, and device index.
   std::map<std::pair<PyObject*, std::int64_t>, nanobind::object> empty_;
 };

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ebbtide import _core
 from ebbtide.errors import UsageError
 from ebbtide.framework import DeviceMemory, StorageRef, Streams, ViewMeta, Weights
-from ebbtide.torch.blocks import current_pass, graph_task_id, repeated_blocks, watch
+from ebbtide.torch.blocks import graph_task_id, repeated_blocks, watch
 from ebbtide.torch.memory import ACCELERATOR_MEMORY
 from ebbtide.torch.queued import drop_queued
 from ebbtide.torch.streams import TorchStreams, make_empty
@@ -25,7 +25,6 @@ from ebbtide.torch.unobserved import unobserved
 from ebbtide.torch.weights import ModelWeights, is_weight, is_weight_cast
 from ebbtide.wrapping import run_inside
 
-_ALIGNMENT_BYTES = 512
 _MAX_VIEW_KINDS = 4  # conj and neg bits
 # What autocast casts weights to. Whether it is enabled cannot be asked: inside the operation it is switched off.
 _CAST_DTYPES = frozenset({torch.bfloat16, torch.float16})
@@ -34,9 +33,6 @@ is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _use_count = getattr(torch._C, "_storage_Use_Count", None)
 
 _APPLY_CODE = torch.autograd.Function.apply.__func__.__code__
-
-_Storage = torch.UntypedStorage
-_new_storage: Any = _Storage.__new__  # without the call of an empty __init__
 
 
 class TorchFramework(_core.TorchTensors):
@@ -52,7 +48,6 @@ class TorchFramework(_core.TorchTensors):
         self._is_cpu = device_type == "cpu"
         self.streams: Streams | None = None if self._is_cpu else _streams(device_type)
         self.memory: DeviceMemory | None = None if self._is_cpu else ACCELERATOR_MEMORY
-        self._where: dict[int, torch.device] = {}  # by index
         self._empty: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
         helpers = SimpleNamespace(
             StorageRef=StorageRef,
@@ -63,6 +58,7 @@ class TorchFramework(_core.TorchTensors):
             use_count=_use_count,
             is_weight=is_weight,
             is_weight_cast=is_weight_cast,
+            graph_task_id=graph_task_id,
         )
         super().__init__(torch, device_type, helpers)
 
@@ -83,26 +79,16 @@ class TorchFramework(_core.TorchTensors):
 
     address = staticmethod(torch.UntypedStorage.data_ptr)
 
-    def allocate(self, nbytes: int, residue: int, device: int) -> torch.UntypedStorage:
-        where = self._where.get(device)
-        if where is None:
-            where = torch.device(self.device_type, None if self._is_cpu else device)
-            self._where[device] = where
-        try:
-            storage: torch.UntypedStorage = _new_storage(_Storage, nbytes, device=where)
-            shift = (residue - storage.data_ptr()) % _ALIGNMENT_BYTES
-            if shift == 0:
-                return storage
-            storage = _new_storage(_Storage, nbytes + _ALIGNMENT_BYTES, device=where)
-            shift = (residue - storage.data_ptr()) % _ALIGNMENT_BYTES
-            return storage[shift : shift + nbytes]
-        except torch.OutOfMemoryError as error:
-            raise MemoryError(str(error)) from error
-        except RuntimeError as error:
-            # The CPU allocator has no type of its own for this.
-            if "alloc" not in str(error):
-                raise
-            raise MemoryError(str(error)) from error
+    def device_of(self, index: int) -> torch.device:
+        return torch.device(self.device_type, None if self._is_cpu else index)
+
+    def allocation_error(self, error: BaseException) -> BaseException:
+        """What ``allocate`` raises where this comes."""
+        out_of_memory = isinstance(error, torch.OutOfMemoryError)
+        # The CPU allocator has no type of its own for this.
+        if out_of_memory or (isinstance(error, RuntimeError) and "alloc" in str(error)):
+            return MemoryError(str(error))
+        return error
 
     # --- in-place counters
 
@@ -176,8 +162,6 @@ class TorchFramework(_core.TorchTensors):
         data.set_(storage, offset, sizes, strides)
         bits = kind % _MAX_VIEW_KINDS
         return self._emptied(witness, _with_bits(data, bool(bits & 1), bool(bits & 2)))
-
-    current_pass = staticmethod(current_pass)
 
     def end_of_pass(self, callback: Callable[[], None]) -> None:
         queue_callback = Variable._execution_engine.queue_callback

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -90,8 +90,7 @@ def stream(stream: torch.Stream | None) -> Iterator[None]:
         yield
 
 
-def is_current_stream_capturing() -> bool:
-    return tide.capturing()
+is_current_stream_capturing: Callable[[], bool] = tide.capturing
 
 
 # --- memory
