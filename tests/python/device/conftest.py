@@ -38,13 +38,3 @@ def control(tide_control: ModuleType) -> Iterator[ModuleType]:
     tide_control.restore(before)
     for index in range(torch.accelerator.device_count()):
         torch.accelerator.synchronize(index)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The edges that were taken out, and how each showed."""
-    edges = sys.modules.get("edges")
-    if edges is None or not edges.SEEN:
-        return
-    terminalreporter.section("ordering edges taken out")
-    for line in edges.seen():
-        terminalreporter.write_line(line)
