@@ -97,7 +97,9 @@ test-cpp-thread: cpp-deps ## C++ tests under the thread sanitizer
 	$$(setarch -R true 2>/dev/null && echo setarch -R) $(call run_ctest,thread)
 
 PYTEST_OPTIONS = -m "not slow"
-PYTEST = -m pytest $(if $(filter-out 0 1,$(TEST_JOBS)),-n $(TEST_JOBS) --dist loadfile) $(PYTEST_OPTIONS)
+# In the order that tests/python/conftest.py gives, not in that of the number of tests.
+WORKERS = -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
+PYTEST = -m pytest $(if $(filter-out 0 1,$(TEST_JOBS)),$(WORKERS)) $(PYTEST_OPTIONS)
 PYTEST_DEPS := build $(VENV)/.torch $(VENV)/.demo-deps $(VENV)/.dev-deps
 test-device: $(PYTEST_DEPS) ## Python tests on the test device, a process of their own
 	EBBTIDE_TEST_BACKEND=torch-tide $(BIN)/python $(PYTEST)

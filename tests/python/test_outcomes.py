@@ -64,7 +64,9 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("workers", [[], ["-n", "2", "--dist", "loadfile"]], ids=["one", "two"])
+@pytest.mark.parametrize(
+    "workers", [[], ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]], ids=["one", "two"]
+)
 def test_outcomes_and_sections(workers: list[str], tmp_path: Path) -> None:
     (tmp_path / "behaviour").mkdir()
     (tmp_path / "pytest.ini").write_text("[pytest]\n")

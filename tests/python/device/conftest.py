@@ -13,12 +13,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "device"))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests of this folder come last: from their first on, PyTorch has an accelerator."""
-    here = Path(__file__).parent
-    items.sort(key=lambda item: here in item.path.parents)
-
-
 @pytest.fixture(scope="session")
 def tide_control() -> ModuleType:
     try:
