@@ -73,7 +73,9 @@ _LONG = [
         "behaviour/test_random_aliases.py",
         "hyper_parallel/test_torch_compile.py",
         "models/test_recomputed_models.py",
+        "mindspore/test_models.py",
         "torch/test_fork_and_shutdown.py",
+        "torch/test_operator_library.py",
         "device/test_faults.py",
         "hyper_parallel/test_torch_recompute_compiled.py",
     )
