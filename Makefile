@@ -5,6 +5,8 @@
 #   CXX            the C++20 compiler
 #   WERROR         ON: a warning fails the C++ test build
 #   TORCH_VERSION  what to install where .venv has no supported torch yet
+#   JOBS           how many compilers and C++ tests run at a time
+#   TEST_JOBS      how many processes share the Python tests of a framework and device
 
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
@@ -18,6 +20,8 @@ endif
 WERROR ?= ON
 TORCH_VERSION ?= 2.13.0
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+# A file of tests is not divided, and loading a framework is not free: more than a few gain nothing.
+TEST_JOBS ?= $(shell echo $$(($(JOBS) < 8 ? $(JOBS) : 8)))
 export PYTHON CXX
 
 VENV := .venv
@@ -93,16 +97,19 @@ test-cpp-thread: cpp-deps ## C++ tests under the thread sanitizer
 	$$(setarch -R true 2>/dev/null && echo setarch -R) $(call run_ctest,thread)
 
 PYTEST_OPTIONS = -m "not slow"
+# In the order that tests/python/conftest.py gives, not in that of the number of tests.
+WORKERS = -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
+PYTEST = -m pytest $(if $(filter-out 0 1,$(TEST_JOBS)),$(WORKERS)) $(PYTEST_OPTIONS)
 PYTEST_DEPS := build $(VENV)/.torch $(VENV)/.demo-deps $(VENV)/.dev-deps
 test-device: $(PYTEST_DEPS) ## Python tests on the test device, a process of their own
-	EBBTIDE_TEST_BACKEND=torch-tide $(BIN)/python -m pytest $(PYTEST_OPTIONS)
+	EBBTIDE_TEST_BACKEND=torch-tide $(BIN)/python $(PYTEST)
 
 test-mindspore: $(MINDSPORE)/.installed $(VENV)/.created ## Python tests with MindSpore on the CPU, a process of their own
-	@$(call if_mindspore,EBBTIDE_TEST_BACKEND=mindspore-cpu $(MINDSPORE)/bin/python -m pytest $(PYTEST_OPTIONS),\
+	@$(call if_mindspore,EBBTIDE_TEST_BACKEND=mindspore-cpu $(MINDSPORE)/bin/python $(PYTEST),\
 	  $(BIN)/python tools/behaviour_table.py --unavailable mindspore-cpu "$$(cat $(MINDSPORE)/mindspore-unavailable)")
 
 test-python: $(PYTEST_DEPS) ## Python tests on the CPU but the slow ones; says what ran for which framework
-	EBBTIDE_BEHAVIOUR_TABLE=1 $(BIN)/python -m pytest $(PYTEST_OPTIONS)
+	EBBTIDE_BEHAVIOUR_TABLE=1 $(BIN)/python $(PYTEST)
 
 ##@ Upkeep
 

@@ -121,6 +121,9 @@ class Streams(Protocol):
 
     def address(self, memory: Bytes) -> int: ...
 
+    def part_of(self, memory: Bytes, byte_offset: int, nbytes: int) -> Bytes:
+        """The same memory; no operation of the user's, and nothing that counts operations sees one."""
+
     def record_stream(self, storage: Storage, stream: int) -> None:
         """Freed, the storage's memory is not reused before what is queued on the stream by then is done."""
 

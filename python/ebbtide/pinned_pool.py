@@ -51,5 +51,6 @@ class PinnedPool:
         if found is None:
             if len(slices) >= _MAX_SLICES:
                 slices.clear()
-            found = slices[offset, nbytes] = self._slabs[base][offset : offset + nbytes]
+            found = self._streams.part_of(self._slabs[base], offset, nbytes)
+            slices[offset, nbytes] = found
         return found

@@ -62,6 +62,33 @@ else:
         mindspore.runtime.launch_blocking()
 
 
+# Workers take files in order, each as a whole: with one of these as the last, all others would wait for it.
+_LONG = [
+    Path(__file__).parent / name
+    for name in (
+        "models/test_traffic.py",
+        "device/test_peers.py",
+        "device/test_random_schedules.py",
+        "device/test_accelerator_benchmark.py",
+        "behaviour/test_random_aliases.py",
+        "hyper_parallel/test_torch_compile.py",
+        "models/test_recomputed_models.py",
+        "mindspore/test_models.py",
+        "torch/test_fork_and_shutdown.py",
+        "torch/test_operator_library.py",
+        "device/test_faults.py",
+        "hyper_parallel/test_torch_recompute_compiled.py",
+    )
+]
+assert all(path.exists() for path in _LONG), "a file of tests has another name now"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        place = {path: number for number, path in enumerate(_LONG)}
+        items.sort(key=lambda item: place.get(item.path, len(_LONG)))
+
+
 def pytest_report_header() -> str:
     return f"{_left_out}, {', '.join(collect_ignore_glob)} are left out"
 

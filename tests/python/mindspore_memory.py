@@ -38,6 +38,11 @@ def end_backward(tide: Any) -> None:
         time.sleep(0.001)
 
 
+def drop_unfinished_graphs() -> None:
+    """MindSpore keeps the graph of a forward that raised, and, in it, what compiled functions save in later forwards."""
+    executor.clear_res()
+
+
 def elements(tensor: Tensor) -> np.ndarray:
     """A view of the tensor's memory, with its strides. The caller keeps the tensor alive meanwhile."""
     executor.sync()

@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import Any
 
 from ebbtide.errors import UsageError
@@ -70,7 +71,8 @@ class SwapManager:
     def _known(self, call: str, name: str) -> Group:
         group = self._groups.get(name) if isinstance(name, str) else None
         if group is None:
-            known = ", ".join(map(repr, list(self._groups)[:8])) or "none"
+            nearest = get_close_matches(str(name), list(self._groups), n=8, cutoff=0)
+            known = ", ".join(map(repr, nearest)) or "none"
             raise UnknownGroupError(
                 f"[SwapManager.{call}] no group {SHOWN.repr(name)}; there are {len(self._groups)} ({known}): make it "
                 "current around the forward first, or call ensure_group"

@@ -110,6 +110,9 @@ class MindSporeStreams:
     def address(self, memory: Tensor) -> int:
         return int(memory.data_ptr())
 
+    def part_of(self, memory: Tensor, byte_offset: int, nbytes: int) -> Tensor:
+        return memory[byte_offset : byte_offset + nbytes]
+
     def record_stream(self, storage: HeldStorage, stream: int) -> None:
         self._in_use.append((self.record(stream), storage))
 

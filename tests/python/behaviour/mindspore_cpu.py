@@ -190,7 +190,7 @@ class MindSporeBackend:
         pass
 
     def end(self) -> None:
-        pass
+        memory.drop_unfinished_graphs()
 
     def require(self, what: str) -> None:
         if what in THINGS:

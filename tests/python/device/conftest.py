@@ -13,12 +13,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "device"))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests of this folder come last: from their first on, PyTorch has an accelerator."""
-    here = Path(__file__).parent
-    items.sort(key=lambda item: here in item.path.parents)
-
-
 @pytest.fixture(scope="session")
 def tide_control() -> ModuleType:
     try:
@@ -38,13 +32,3 @@ def control(tide_control: ModuleType) -> Iterator[ModuleType]:
     tide_control.restore(before)
     for index in range(torch.accelerator.device_count()):
         torch.accelerator.synchronize(index)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The edges that were taken out, and how each showed."""
-    edges = sys.modules.get("edges")
-    if edges is None or not edges.SEEN:
-        return
-    terminalreporter.section("ordering edges taken out")
-    for line in edges.seen():
-        terminalreporter.write_line(line)

@@ -210,9 +210,6 @@ EDGES = [
     ),
 ]
 
-# What the tests saw without each edge: it, and how many runs gave wrong values, had a race, were made.
-SEEN: list[tuple[Edge, int, int, int]] = []
-
 _HEAD = ("edge", "", "carried out by", "the run that needs it")
 
 
@@ -222,13 +219,12 @@ def markdown() -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def seen() -> list[str]:
-    """The same as text, with what was seen."""
-    return [
+def seen(edge: Edge, wrong: int, raced: int, runs: int) -> str:
+    """What a test saw without an edge: in how many of the runs values were wrong, and there was a race."""
+    return (
         f"{edge.number:>2}  {edge.name:<62} {edge.scenario:<44} "
         f"wrong values {wrong}/{runs}, race {raced}/{runs}"
-        for edge, wrong, raced, runs in SEEN
-    ]
+    )
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -12,7 +12,8 @@ import pytest
 import torch
 from copy_streams import host_copies_seen
 from edge_scenarios import Scenarios
-from edges import EDGES, SEEN, Edge
+from edges import EDGES, Edge
+from outcomes import SECTION
 
 REPEATS = 10
 ORDERING = Path(__file__).resolve().parents[3] / "docs" / "ordering.md"
@@ -48,14 +49,17 @@ def test_with_every_edge_all_is_right(name: str, scenarios: Scenarios, control: 
 
 @pytest.mark.parametrize("edge", EDGES, ids=[edge.number for edge in EDGES])
 def test_without_the_edge_values_are_wrong_and_a_race_is_found(
-    edge: Edge, scenarios: Scenarios, control: ModuleType
+    edge: Edge,
+    scenarios: Scenarios,
+    control: ModuleType,
+    record_property: Callable[[str, object], None],
 ) -> None:
     wrong = raced = 0
     for _ in range(REPEATS):
         is_right, races = run(scenarios, control, edge.scenario, edge.cut())
         wrong += not is_right
         raced += races > 0
-    SEEN.append((edge, wrong, raced, REPEATS))
+    record_property(f"{SECTION}ordering edges taken out", edges.seen(edge, wrong, raced, REPEATS))
     assert (wrong, raced) == (REPEATS, REPEATS)
 
 

@@ -19,8 +19,6 @@ sys.path.insert(0, str(_HERE))
 sys.path.insert(1, str(_HERE.parent / "behaviour"))
 sys.path.insert(2, str(_HERE.parent / "torch"))
 
-from outcome_table import Outcomes, table_lines  # noqa: E402
-
 collect_ignore_glob = (
     ["test_mindspore_*.py"] if BACKEND.startswith("torch") else ["test_torch_*.py"]
 )
@@ -77,28 +75,3 @@ def on_the_device(request: pytest.FixtureRequest) -> Iterator[None]:
 def without_garbage_collector() -> Iterator[None]:
     with no_garbage_collector():
         yield
-
-
-# --- the table of outcomes
-
-_OUTCOMES = Outcomes(BACKEND)
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    _OUTCOMES.begin(session.items)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Iterator[Any]:
-    report = yield
-    _OUTCOMES.note(item, report)
-    return report
-
-
-def pytest_sessionfinish() -> None:
-    _OUTCOMES.write()
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    for line in table_lines() if _OUTCOMES.noted() else []:
-        terminalreporter.write_line(line)

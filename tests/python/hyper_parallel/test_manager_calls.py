@@ -26,7 +26,10 @@ NBYTES = ROWS * COLUMNS * 4
     ],
 )
 def test_unknown_groups_raise_and_empty_ones_say_nothing(hyper, backend, call):
-    """A name that was mistyped is no state of a schedule; RuntimeError is what HyperParallel raises."""
+    """A name that was mistyped is no state of a schedule; RuntimeError is what HyperParallel raises. Of many groups the
+    message names those that may have been meant."""
+    for number in range(20):
+        hyper.manager.ensure_group(f"stage {number}")
     with backend.recording(), hyper.manager.group_context("decoder"):
         pass
     for kind in (UsageError, RuntimeError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from mindspore_memory import drop_unfinished_graphs
 from support import no_garbage_collector
 
 
@@ -12,3 +13,4 @@ from support import no_garbage_collector
 def without_garbage_collector() -> Iterator[None]:
     with no_garbage_collector():
         yield
+    drop_unfinished_graphs()

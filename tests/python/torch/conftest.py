@@ -26,6 +26,7 @@ _ON_ANY_DEVICE = {
         "several_forwards",
         "threads",
         "transforms",
+        "unobserved",
         "weights",
     )
 }
