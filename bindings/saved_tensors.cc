@@ -48,6 +48,7 @@ SavedTensors::SavedTensors(const nb::object& transfers, const nb::object& framew
                            bool use_saved_copy)
     : transfers_(transfers),
       framework_(framework),
+      copies_(transfers.attr("copies")),
       runner_(nb::cast<CommandRunner&>(transfers)),
       dropped_(nb::cast<Tickets&>(transfers.attr("tickets")).dropped),
       min_bytes_(min_bytes),
@@ -83,7 +84,7 @@ void SavedTensors::require_usable(const char* place) {
 }
 
 void SavedTensors::settle() {
-  if (threads_copy_) {
+  if (threads_copy_ && is_true(copies_.attr("ready"))) {
     transfers_.attr("settle")();
   } else {
     runner_.settle();
