@@ -13,15 +13,6 @@ namespace nb = nanobind;
 
 namespace ebbtide::bindings {
 
-namespace {
-
-nb::object slice_of(const nb::object& bytes, std::uint64_t offset, std::uint64_t nbytes) {
-  const auto begin = static_cast<Py_ssize_t>(offset);
-  return nb::steal(PySequence_GetSlice(bytes.ptr(), begin, begin + static_cast<Py_ssize_t>(nbytes)));
-}
-
-}  // namespace
-
 StreamCopies::StreamCopies(const nb::object& streams, const nb::object& pool, std::size_t most_queued)
     : most_queued_(most_queued),
       streams_(streams),
@@ -31,6 +22,7 @@ StreamCopies::StreamCopies(const nb::object& streams, const nb::object& pool, st
       done_(streams.attr("done")),
       synchronize_(streams.attr("synchronize")),
       bytes_of_(streams.attr("bytes_of")),
+      part_of_(streams.attr("part_of")),
       slice_(pool.attr("slice")),
       slices_(pool.attr("slices")) {}
 
@@ -131,7 +123,7 @@ nb::list StreamCopies::spans(const Command& command, const DeviceStorages& stora
   const nb::object staged = staged_bytes > 0 ? staging(staged_bytes, device, stream) : nb::none();
   DeviceStorages whole;  // as bytes
   const auto memory = [&](const Place& place, std::uint64_t nbytes) -> nb::object {
-    if (place.tier == Tier::kStaging) return slice_of(staged, place.byte_offset, nbytes);
+    if (place.tier == Tier::kStaging) return part_of_(staged, place.byte_offset, nbytes);
     if (place.tier != Tier::kDevice) return host_slice(place, nbytes);
     const auto at = [&](const auto& item) { return item.first == place.base; };
     auto flat = std::ranges::find_if(whole, at);
@@ -143,7 +135,7 @@ nb::list StreamCopies::spans(const Command& command, const DeviceStorages& stora
     }
     // Most are whole: a slice costs as much as the copy call.
     const bool is_whole = place.byte_offset == 0 && nb::cast<std::uint64_t>(flat->second.attr("nbytes")) == nbytes;
-    return is_whole ? flat->second : slice_of(flat->second, place.byte_offset, nbytes);
+    return is_whole ? flat->second : part_of_(flat->second, place.byte_offset, nbytes);
   };
   nb::list spans;
   const auto append = [&](const Plan& plan) {

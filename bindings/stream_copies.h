@@ -90,7 +90,7 @@ class StreamCopies {
     StreamRef stream{};
   };
 
-  nanobind::object streams_, record_, wait_, issue_, done_, synchronize_, bytes_of_, slice_, slices_;
+  nanobind::object streams_, record_, wait_, issue_, done_, synchronize_, bytes_of_, part_of_, slice_, slices_;
   std::map<StreamRef, std::vector<nanobind::object>> free_events_;
   std::map<std::pair<std::int64_t, bool>, StreamRef> copy_streams_;  // by device and whether it leads there
   std::unordered_map<EventId, Recorded> events_;                     // for copies to come after

@@ -58,6 +58,13 @@ nb::object TorchCopies::bytes_of(nb::handle storage) {
   return set_(detach_(found->second), storage);  // cheaper than a new tensor
 }
 
+nb::object TorchCopies::part_of(nb::handle memory, std::uint64_t byte_offset, std::uint64_t nbytes) const {
+  const Unobserved unobserved(modes_entered_, disable_);
+  const auto begin = static_cast<Py_ssize_t>(byte_offset);
+  PyObject* const part = PySequence_GetSlice(memory.ptr(), begin, begin + static_cast<Py_ssize_t>(nbytes));
+  return nb::steal(nb::detail::raise_if_null(part));
+}
+
 nb::object TorchCopies::issue(std::size_t number, nb::handle after, nb::handle copies, nb::object event) {
   const Unobserved unobserved(modes_entered_, disable_);
   const nb::object on = stream(number);
@@ -109,6 +116,8 @@ void bind_torch_copies(nb::module_& m) {
            nb::sig("def wait(self, stream: int, event: typing.Any) -> None"))
       .def("bytes_of", &TorchCopies::bytes_of, nb::arg("storage"),
            nb::sig("def bytes_of(self, storage: typing.Any) -> typing.Any"))
+      .def("part_of", &TorchCopies::part_of, nb::arg("memory"), nb::arg("byte_offset"), nb::arg("nbytes"),
+           nb::sig("def part_of(self, memory: typing.Any, byte_offset: int, nbytes: int) -> typing.Any"))
       .def("issue", &TorchCopies::issue, nb::arg("stream"), nb::arg("after"), nb::arg("copies"),
            nb::arg("event") = nb::none(),
            nb::sig("def issue(self, stream: int, after: typing.Any, copies: typing.Any, event: typing.Any = None) "

@@ -24,6 +24,8 @@ class TorchCopies {
   [[nodiscard]] nanobind::object record(std::size_t stream, nanobind::object event) const;
   void wait(std::size_t stream, nanobind::handle event) const;
   [[nodiscard]] nanobind::object bytes_of(nanobind::handle storage);
+  [[nodiscard]] nanobind::object part_of(nanobind::handle memory, std::uint64_t byte_offset,
+                                         std::uint64_t nbytes) const;
   [[nodiscard]] nanobind::object issue(std::size_t stream, nanobind::handle after, nanobind::handle copies,
                                        nanobind::object event);
   void record_stream_of(nanobind::handle tensor, std::size_t stream) const;

@@ -99,10 +99,6 @@ class TorchStreams(_core.TorchCopies):
     def address(self, memory: torch.Tensor) -> int:
         return memory.data_ptr()
 
-    @unobserved
-    def part_of(self, memory: torch.Tensor, byte_offset: int, nbytes: int) -> torch.Tensor:
-        return memory[byte_offset : byte_offset + nbytes]
-
     def record_stream(self, storage: torch.UntypedStorage, stream: int) -> None:
         self.record_stream_of(self.bytes_of(storage), stream)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from support import assert_loaded
+from support import DEVICE, assert_loaded
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import offload
 
@@ -24,12 +25,24 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def step(context: Any, elements: int) -> list[str]:
+def whole(x: torch.Tensor) -> torch.Tensor:
+    return x.exp().sin().exp().sum()
+
+
+def parts(x: torch.Tensor) -> torch.Tensor:
+    """Of one storage, and not all of it."""
+    y = x * 2
+    z, w = y[100:-100].sin(), y[300:-300].cos()
+    del y
+    return z.exp().sum() + w.sum()
+
+
+def step(forward: Callable[[torch.Tensor], torch.Tensor], context: Any, elements: int) -> list[str]:
     with Seen() as seen:
-        x = torch.full((elements,), 0.5, requires_grad=True)
+        x = torch.full((elements,), 0.5, device=DEVICE, requires_grad=True)
         with context:
-            y = x.exp().sin().exp()
-        y.sum().backward()
+            loss = forward(x)
+        loss.backward()
     # PyTorch itself detaches what a hook gets and gives back.
     return [name for name in seen.operations if name != "aten.detach.default"]
 
@@ -37,8 +50,11 @@ def step(context: Any, elements: int) -> list[str]:
 # Sizes that no other test has: parts of the page-locked memory are made at first use, and kept.
 @pytest.mark.parametrize("elements", [70_001, 90_007])
 @pytest.mark.parametrize("group_swap", [False, True])
-def test_modes_see_the_users_operations_alone(elements: int, group_swap: bool) -> None:
-    elements += group_swap
+@pytest.mark.parametrize("forward", [whole, parts])
+def test_modes_see_the_users_operations_alone(
+    forward: Callable[[torch.Tensor], torch.Tensor], group_swap: bool, elements: int
+) -> None:
+    elements += 2 * (forward is whole) + group_swap
     tide = offload(to="host", group_swap=group_swap)
-    assert step(tide, elements) == step(nullcontext(), elements)
+    assert step(forward, tide, elements) == step(forward, nullcontext(), elements)
     assert_loaded(tide)
