@@ -34,4 +34,7 @@ void in_destructor(const std::function<void()>& call);
 // The exception as an object of ebbtide.errors (others: RuntimeError); None for a null pointer.
 nanobind::object to_python(const std::exception_ptr& error);
 
+// One of ebbtide.errors: raised on purpose, with everything in order. Any other may have come at any instruction.
+bool is_told(const std::exception_ptr& error);
+
 }  // namespace ebbtide::bindings

@@ -59,4 +59,30 @@ void CommandRunner::wait(const Command& command) {
   if (value(command.stream) != 0) copies_->order(command.copy, command.stream);
 }
 
+void CommandRunner::record_stream(const Command& command) {
+  const EntryRef entry = find(command.storage);
+  if (!entry) return;
+  nb::object storage = entry->lease();
+  StreamRef stream = command.stream;
+  if (value(stream) == 0) {
+    // For the copy that reads it.
+    if (!copies_->started(command.copy)) self().attr("await_start")(value(command.copy));
+    stream = copies_->stream_of(command.copy);
+  } else if (value(command.copy) == 0) {
+    if (!storage.is_valid()) storage = lock_(entry->weak);
+  } else {
+    storage = entry->restored_by(command.copy);
+    if (!storage.is_valid() && !entry->restored_weak.is_none()) storage = lock_(entry->restored_weak);
+  }
+  if (!storage.is_valid() || storage.is_none() || value(stream) == 0) return;
+  const std::uint64_t number = value(stream);
+  try {
+    streams_.attr("record_stream")(storage, number);
+  } catch (...) {
+    // It may be let go of next: then nothing may be queued that uses it.
+    streams_.attr("synchronize")(streams_.attr("record")(number));
+    throw;
+  }
+}
+
 }  // namespace ebbtide::bindings

@@ -58,7 +58,7 @@ void CommandRunner::run(const Commands& commands) {
       }
     } catch (...) {
       if (!failure) failure = std::current_exception();
-      if (!is_ordinary(std::current_exception())) cut_short();
+      cut_short();
     }
   }
   if (failure) std::rethrow_exception(failure);
@@ -78,13 +78,14 @@ void CommandRunner::carry_out(const Command& command) {
       return wait(command);
     case CommandKind::kAlloc:
       return allocate_ahead(command);
+    case CommandKind::kRecordStream:
+      return record_stream(command);
     case CommandKind::kReleaseLease:
       return release_lease(command);
     case CommandKind::kReleaseRestored:
       return release_restored(command);
     case CommandKind::kForget:
       return forget(command);
-    case CommandKind::kRecordStream:
     case CommandKind::kGrow:
     case CommandKind::kLoadFailed:
     case CommandKind::kTierFull:
@@ -101,7 +102,10 @@ void CommandRunner::run_dropped(Dropped& dropped) {
   }
 }
 
-void CommandRunner::cut_short() { self().attr("cut_short")(); }
+void CommandRunner::cut_short() {
+  interrupted_ = true;
+  if (copies_ != nullptr) copies_->drain();
+}
 
 EntryRef CommandRunner::find(StorageId storage) const {
   const nb::int_ key(value(storage));
@@ -134,6 +138,8 @@ void bind_command_runner(nb::module_& m) {
       .def("run", &CommandRunner::run, nb::arg("commands"))
       .def("carry_out", &CommandRunner::carry_out, nb::arg("command"))
       .def("settle_streams", &CommandRunner::settle)
+      .def("cut_short", &CommandRunner::cut_short)
+      .def_prop_rw("interrupted", &CommandRunner::interrupted, &CommandRunner::set_interrupted)
       .def(
           "complete",
           [](CommandRunner& runner, std::uint64_t copy, int hop, const std::vector<std::uint64_t>& storages,

@@ -35,7 +35,7 @@ class CommandRunner {
   CommandRunner(const CommandRunner&) = delete;
   CommandRunner& operator=(const CommandRunner&) = delete;
 
-  // Runs every command, also after one has failed; then throws the first failure.
+  // Runs every command, also after one has failed; then throws the first failure. One that failed cuts the call short.
   void run(const Commands& commands);
   // As `run`, whoever else would carry the command out.
   void carry_out(const Command& command);
@@ -60,6 +60,13 @@ class CommandRunner {
                                           std::uint64_t residue, StreamRef stream);
   // Hands new memory to the engine, which starts the load when it can.
   void adopt(StorageEntry& entry, CopyId load, const nanobind::object& memory, StreamRef stream);
+  // An exception ends a call early that was about to report to the engine, such as one out of a signal handler. What it
+  // was about to tell the allocator of is over before anything else is let go of; what nobody will report is given up
+  // when no thread is in a call, see Transfers.recover.
+  void cut_short();
+  [[nodiscard]] bool interrupted() const { return interrupted_; }
+  void set_interrupted(bool interrupted) { interrupted_ = interrupted; }
+
   // Whether no in-place counter of the entry moved since the saves.
   [[nodiscard]] bool intact(const StorageEntry& entry) const;
 
@@ -73,13 +80,12 @@ class CommandRunner {
   [[nodiscard]] nanobind::object unmoved(const StorageEntry& entry) const;
   [[nodiscard]] std::uint64_t moved(const StorageEntry& entry) const;
   [[nodiscard]] ProbeAnswer inspect(const StorageEntry& entry) const;
-  void cut_short();
-
   void probe(const Command& command);
   void record(const Command& command);
   void copy(const Command& command);
   void wait(const Command& command);
   void allocate_ahead(const Command& command);
+  void record_stream(const Command& command);
   void release_lease(const Command& command);
   void release_restored(const Command& command);
   void forget(const Command& command);
@@ -88,6 +94,7 @@ class CommandRunner {
   Engine& engine_;
   nanobind::object copies_object_;
   StreamCopies* copies_;
+  bool interrupted_ = false;
   std::unordered_set<CopyId> expected_;
   nanobind::dict entries_, elsewhere_;
   nanobind::object framework_, streams_, on_, current_;

@@ -46,6 +46,10 @@ nb::object to_python(const std::exception_ptr& error) {
   }
 }
 
+bool is_told(const std::exception_ptr& error) {
+  return nb::isinstance(to_python(error), nb::module_::import_("ebbtide.errors").attr("EbbtideError"));
+}
+
 void bind_errors(nb::module_&) {
   nb::register_exception_translator([](const std::exception_ptr& error, void*) {
     try {

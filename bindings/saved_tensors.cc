@@ -70,8 +70,7 @@ SavedTensors::SavedTensors(const nb::object& transfers, const nb::object& framew
       replaceable_(framework, "replaceable"),
       recomputes_(framework, "recomputes"),
       make_view_(framework, "make_view"),
-      current_pass_(framework, "current_pass"),
-      passes_(nb::steal(nb::detail::raise_if_null(PySet_New(nullptr)))) {
+      current_pass_(framework, "current_pass") {
   const nb::object streams = framework.attr("streams");
   if (streams.is_none()) return;
   current_stream_ = Function(streams, "current");
@@ -92,13 +91,17 @@ void SavedTensors::settle() {
 }
 
 template <class Call>
-nb::object SavedTensors::noting_interrupts(Call call) {
+auto SavedTensors::noting_interrupts(Call call) {
   try {
     return call();
   } catch (...) {
-    if (!is_ordinary(std::current_exception())) transfers_.attr("cut_short")();
+    if (!is_told(std::current_exception())) runner_.cut_short();
     throw;
   }
+}
+
+void SavedTensors::recover_when_alone() {
+  if (runner_.interrupted() && epochs_.empty() && passes_.empty()) transfers_.attr("recover")();
 }
 
 StreamRef SavedTensors::current_stream(std::int64_t device) const {
@@ -106,13 +109,18 @@ StreamRef SavedTensors::current_stream(std::int64_t device) const {
 }
 
 PassId SavedTensors::see_pass() {
-  const nb::object pass = current_pass_();
-  const std::uint64_t number = unsigned_of(pass);
-  if (number == 0) return PassId{};
-  const int known = PySet_Contains(passes_.ptr(), pass.ptr());
-  if (known < 0) nb::raise_python_error();
-  if (known == 0) self().attr("begin_pass")(pass);
-  return PassId{number};
+  const PassId pass{unsigned_of(current_pass_())};
+  if (pass == PassId{} || passes_.contains(pass)) return pass;
+  recover_when_alone();
+  self().attr("tell_of_end")(value(pass));
+  passes_.insert(pass);
+  return pass;
+}
+
+void SavedTensors::end_pass(PassId pass) {
+  if (!usable()) return;
+  passes_.erase(pass);
+  noting_interrupts([&] { finally([&] { settle(); }, [&] { runner_.run(runner_.engine().end_pass(pass)); }); });
 }
 
 template <class Tell>
@@ -127,17 +135,40 @@ void SavedTensors::tell_allocator(StorageEntry& entry, StreamRef stream, Tell te
 
 // --- forward
 
-nb::object SavedTensors::pack(nb::handle tensor, const Saving& saving) {
-  return noting_interrupts([&]() -> nb::object {
-    require_usable("pack");
-    settle();
-    bool forced = false;
-    const nb::object reason = decide(tensor, saving, forced);
-    if (reason.is_none()) return save(tensor, saving, forced, false);
-    const auto why = nb::cast<KeepReason>(reason);
-    runner_.engine().kept(why, unsigned_of(nbytes_(tensor)));
-    return keep(tensor, why);
+nb::object SavedTensors::begin_epoch() {
+  require_usable("offload");
+  return noting_interrupts([&] {
+    recover_when_alone();
+    const EpochId epoch = runner_.engine().begin_epoch();
+    epochs_.insert(epoch);
+    return made<Epoch>(self(), epoch);
   });
+}
+
+void SavedTensors::end_epoch(EpochId epoch) {
+  if (!usable()) return;  // in a forked child: the parent ends it
+  epochs_.erase(epoch);
+  noting_interrupts([&] { finally([&] { settle(); }, [&] { runner_.run(runner_.engine().end_epoch(epoch)); }); });
+}
+
+Epoch::~Epoch() {
+  if (!session_.is_none() && usable()) in_destructor([this] { end(); });
+}
+
+void Epoch::end() {
+  const nb::object session = std::exchange(session_, nb::none());
+  if (!session.is_none()) nb::cast<SavedTensors&>(session).end_epoch(id_);
+}
+
+nb::object SavedTensors::pack(nb::handle tensor, const Saving& saving) {
+  require_usable("pack");
+  noting_interrupts([&] { settle(); });
+  bool forced = false;
+  const nb::object reason = decide(tensor, saving, forced);
+  if (reason.is_none()) return noting_interrupts([&] { return save(tensor, saving, forced, false); });
+  const auto why = nb::cast<KeepReason>(reason);
+  runner_.engine().kept(why, unsigned_of(nbytes_(tensor)));
+  return keep(tensor, why);
 }
 
 // Why the tensor stays on the device, or None; `forced` where a user's policy wants it moved.
@@ -222,7 +253,7 @@ nb::object SavedTensors::unpack(nb::handle saved) {
   return noting_interrupts([&]() -> nb::object {
     try {
       require_usable("unpack");
-      if (PyTuple_Check(saved.ptr())) {
+      if (PyTuple_Check(saved.ptr()) && PyTuple_GET_SIZE(saved.ptr()) == 2) {
         const nb::object tensor = nb::borrow(PyTuple_GET_ITEM(saved.ptr(), 0));
         const nb::handle expected = PyTuple_GET_ITEM(saved.ptr(), 1);
         const nb::object found = version_(tensor);
@@ -288,7 +319,7 @@ nb::object SavedTensors::find(const Ticket& ticket, bool allow_live) {
 }
 
 // None where it is to be asked for again.
-nb::object SavedTensors::load(const EntryRef& entry, RestoreVerdict& verdict, bool& short_of_memory) {
+nb::object SavedTensors::load(const EntryRef& entry, const RestoreVerdict& verdict, bool& short_of_memory) {
   nb::object storage;
   try {
     storage =
@@ -303,12 +334,17 @@ nb::object SavedTensors::load(const EntryRef& entry, RestoreVerdict& verdict, bo
     runner_.run(verdict.commands);
     throw;
   }
-  const nb::object loaded = transfers_.attr("load")(entry.object(), storage, value(verdict.load), value(verdict.stream),
-                                                    nb::cast(std::move(verdict.commands)));
+  // Others may wait for what the commands begin.
+  finally([&] { runner_.adopt(*entry, verdict.load, storage, verdict.stream); },
+          [&] { runner_.run(verdict.commands); });
+  const nb::object loaded = transfers_.attr("await_load")(entry.object(), value(verdict.load));
   return is_true(loaded) ? storage : nb::none();
 }
 
 void bind_saved_tensors(nb::module_& m) {
+  nb::class_<Epoch>(m, "Epoch")
+      .def_prop_ro("number", [](const Epoch& epoch) { return value(epoch.id()); })
+      .def("end", &Epoch::end);
   nb::class_<SavedTensors>(m, "SavedTensors")
       .def(nb::init<const nb::object&, const nb::object&, std::uint64_t, bool>(), nb::arg("transfers"),
            nb::arg("framework"), nb::arg("min_bytes"), nb::arg("use_saved_copy"))
@@ -322,7 +358,10 @@ void bind_saved_tensors(nb::module_& m) {
           nb::sig("def unpack(self, saved: tuple[typing.Any, int] | Ticket) -> typing.Any"))
       .def("find", &SavedTensors::find, nb::arg("ticket"), nb::arg("allow_live"),
            nb::sig("def find(self, ticket: Ticket, allow_live: bool) -> typing.Any"))
-      .def_prop_ro("passes", &SavedTensors::passes, nb::sig("def passes(self) -> set[int]"));
+      .def("begin_epoch", &SavedTensors::begin_epoch, nb::sig("def begin_epoch(self) -> Epoch"))
+      .def(
+          "end_pass", [](SavedTensors& tensors, std::uint64_t pass_id) { tensors.end_pass(PassId{pass_id}); },
+          nb::arg("pass_id"));
 }
 
 }  // namespace ebbtide::bindings

@@ -5,8 +5,10 @@
 
 #include <cstdint>
 #include <memory>
+#include <unordered_set>
 
 #include "command_runner.h"
+#include "epoch.h"
 #include "native_calls.h"
 #include "ticket.h"
 
@@ -25,6 +27,10 @@ class SavedTensors {
   SavedTensors(const SavedTensors&) = delete;
   SavedTensors& operator=(const SavedTensors&) = delete;
 
+  // An Epoch.
+  [[nodiscard]] nanobind::object begin_epoch();
+  void end_epoch(EpochId epoch);
+
   // A Ticket, or (tensor, in-place counter): one for every small tensor and weight, so a tuple.
   [[nodiscard]] nanobind::object pack(nanobind::handle tensor, const Saving& saving);
   // Stands in for `pack` where nothing is to be offloaded; counts nothing.
@@ -36,15 +42,17 @@ class SavedTensors {
   [[nodiscard]] nanobind::object find(const Ticket& ticket, bool allow_live);
   // The running backward, 0 where none is; one that is seen for the first time is asked to tell of its end.
   PassId see_pass();
-  // Those that were seen and have not ended: a set.
-  [[nodiscard]] const nanobind::object& passes() const { return passes_; }
+  // It is over, also by an exception: nothing is kept for it any more.
+  void end_pass(PassId pass);
 
  private:
   [[nodiscard]] nanobind::object self() { return nanobind::find(this); }
   void require_usable(const char* place);
   void settle();
+  // After a call that was cut short: once nobody is in one.
+  void recover_when_alone();
   template <class Call>
-  [[nodiscard]] nanobind::object noting_interrupts(Call call);
+  auto noting_interrupts(Call call);
 
   [[nodiscard]] nanobind::object decide(nanobind::handle tensor, const Saving& saving, bool& forced);
   [[nodiscard]] nanobind::object keep(nanobind::handle tensor, KeepReason reason);
@@ -54,7 +62,7 @@ class SavedTensors {
   void tell_allocator(StorageEntry& entry, StreamRef stream, Tell tell);
 
   [[nodiscard]] nanobind::object unpack(Ticket& ticket);
-  [[nodiscard]] nanobind::object load(const EntryRef& entry, RestoreVerdict& verdict, bool& short_of_memory);
+  [[nodiscard]] nanobind::object load(const EntryRef& entry, const RestoreVerdict& verdict, bool& short_of_memory);
   [[nodiscard]] StreamRef current_stream(std::int64_t device) const;
 
   const nanobind::object transfers_, framework_, copies_;
@@ -65,7 +73,8 @@ class SavedTensors {
   const Function keep_reason_, is_region_input_, storage_bytes_, nbytes_, keep_, version_, view_meta_, storage_,
       storage_ref_, weak_, counter_owner_, witness_, replaceable_, recomputes_, make_view_, current_pass_;
   Function current_stream_, record_stream_, record_stream_of_;  // None for memory whose work is synchronous
-  const nanobind::object passes_;
+  std::unordered_set<EpochId> epochs_;
+  std::unordered_set<PassId> passes_;  // that were seen
 };
 
 }  // namespace ebbtide::bindings

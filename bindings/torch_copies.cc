@@ -94,11 +94,16 @@ nb::object TorchCopies::issue(std::size_t number, nb::handle after, nb::handle c
   return event;
 }
 
-void TorchCopies::record_stream_of(nb::handle tensor, std::size_t number) const {
+void TorchCopies::record_stream(nb::handle storage, std::size_t number) {
+  const Unobserved unobserved(modes_entered_, disable_);
+  record_stream_(bytes_of(storage), stream(number));
+}
+
+void TorchCopies::record_stream_of(nb::handle tensor, std::size_t number) {
   const Unobserved unobserved(modes_entered_, disable_);
   if (is_true(is_conj_(tensor)) || is_true(is_neg_(tensor))) {
     // Torch would carry the bits out first, and tell the allocator of the tensor that it makes for that.
-    self().attr("record_stream")(tensor.attr("untyped_storage")(), number);
+    record_stream(tensor.attr("untyped_storage")(), number);
   } else {
     record_stream_(tensor, stream(number));
   }
@@ -122,6 +127,8 @@ void bind_torch_copies(nb::module_& m) {
            nb::arg("event") = nb::none(),
            nb::sig("def issue(self, stream: int, after: typing.Any, copies: typing.Any, event: typing.Any = None) "
                    "-> typing.Any"))
+      .def("record_stream", &TorchCopies::record_stream, nb::arg("storage"), nb::arg("stream"),
+           nb::sig("def record_stream(self, storage: typing.Any, stream: int) -> None"))
       .def("record_stream_of", &TorchCopies::record_stream_of, nb::arg("tensor"), nb::arg("stream"),
            nb::sig("def record_stream_of(self, tensor: typing.Any, stream: int) -> None"));
 }

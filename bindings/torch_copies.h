@@ -28,7 +28,8 @@ class TorchCopies {
                                          std::uint64_t nbytes) const;
   [[nodiscard]] nanobind::object issue(std::size_t stream, nanobind::handle after, nanobind::handle copies,
                                        nanobind::object event);
-  void record_stream_of(nanobind::handle tensor, std::size_t stream) const;
+  void record_stream(nanobind::handle storage, std::size_t number);
+  void record_stream_of(nanobind::handle tensor, std::size_t number);
 
  private:
   [[nodiscard]] nanobind::object self() const { return nanobind::find(this); }

@@ -32,7 +32,7 @@ class Failures:
     ) -> None:
         """A copy failed; the engine is told next."""
         if hop in (_OFFLOAD, _SPILL):
-            self.of_offload = str(error)
+            self.of_offload = str(error) or type(error).__name__
         elif hop == _LOAD:
             for storage in storages:
                 if (entry := entries.get(storage)) is not None:

@@ -1,10 +1,12 @@
-"""Exceptions out of signal handlers, such as Ctrl-C, may come in the middle of any call."""
+"""Exceptions out of signal handlers, such as Ctrl-C or a time limit's, may come in the middle of any call."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
+
+from ebbtide.errors import EbbtideError
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
@@ -16,7 +18,7 @@ def noting_interrupts(call: _Call) -> _Call:
     def noting(self: Any, *arguments: Any) -> Any:
         try:
             return call(self, *arguments)
-        except Exception:
+        except EbbtideError:  # raised on purpose, with everything in order
             raise
         except BaseException:
             self.transfers.cut_short()

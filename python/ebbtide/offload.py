@@ -62,16 +62,16 @@ class Scope:
     def __init__(self, session: Session, framework: Framework, saving: Saving) -> None:
         self._session = session
         self._saving = saving
-        saving.epoch = session.begin_epoch()
-        self._left = False
+        self._epoch = session.begin_epoch()
+        saving.epoch = self._epoch.number
+        self._inside = False  # frameworks restore the hooks that a backward began with: left inside one, they stay
         self._labels = [0]  # of the groups that are running, the innermost last
         self._hooks: AbstractContextManager[Any] = framework.saved_tensor_hooks(
             self.pack, session.unpack
         )
 
     def pack(self, tensor: Tensor) -> Packed:
-        if self._left:
-            # Frameworks restore the hooks that a backward began with: left inside one, they stay.
+        if not self._inside:
             return self._session.keep(tensor)
         return self._session.pack(tensor, self._saving)
 
@@ -91,11 +91,14 @@ class Scope:
 
     def enter(self) -> None:
         self._hooks.__enter__()
+        self._inside = True
 
     def exit(self) -> None:
-        self._left = True
-        self._hooks.__exit__(None, None, None)
-        self._session.end_epoch(self._saving.epoch)
+        self._inside = False
+        try:
+            self._hooks.__exit__(None, None, None)
+        finally:
+            self._epoch.end()
 
 
 class _NoScope:

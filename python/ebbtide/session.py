@@ -44,32 +44,9 @@ class Session(_core.SavedTensors):
         self._engine = self.transfers.engine
         self.labels: dict[str, int] = {}  # names of groups, from 1
         self.runs = Runs(framework, self.transfers, self.labels)
-        self._epochs: set[int] = set()
         super().__init__(self.transfers, framework, options.min_bytes, self._use_saved_copy)
 
     # --- forward
-
-    @noting_interrupts
-    def begin_epoch(self) -> int:
-        process.require_usable("offload")
-        self._recover_when_alone()
-        epoch = self._engine.begin_epoch()
-        self._epochs.add(epoch)
-        return epoch
-
-    def _recover_when_alone(self) -> None:
-        if self.transfers.interrupted and not self._epochs and not self.passes:
-            self.transfers.recover()
-
-    @noting_interrupts
-    def end_epoch(self, epoch: int) -> None:
-        if not process.usable():
-            return  # in a forked child: the parent ends it
-        self._epochs.discard(epoch)
-        try:
-            self.transfers.settle()
-        finally:
-            self.transfers.run(self._engine.end_epoch(epoch))
 
     @noting_interrupts
     def begin_group(self, epoch: int, name: str) -> int:
@@ -83,8 +60,10 @@ class Session(_core.SavedTensors):
     def end_group(self) -> None:
         if not process.usable():
             return
-        self.transfers.settle()
-        self.transfers.run(self._engine.end_group())
+        try:
+            self.transfers.settle()
+        finally:
+            self.transfers.run(self._engine.end_group())
 
     def require_usable(self, place: str) -> None:
         process.require_usable(place)
@@ -148,22 +127,9 @@ class Session(_core.SavedTensors):
             "keep it on the device with policy=, or do not write to it before backward"
         )
 
-    def begin_pass(self, pass_id: int) -> None:
-        """A backward is seen for the first time."""
-        self._recover_when_alone()
-        self.passes.add(pass_id)
+    def tell_of_end(self, pass_id: int) -> None:
+        """Has the running backward's end told, also where it ends by an exception."""
         self._framework.end_of_pass(_core.AtEnd(functools.partial(self.end_pass, pass_id)))
-
-    @noting_interrupts
-    def end_pass(self, pass_id: int) -> None:
-        """The backward is over, also by an exception: nothing is kept for it any more."""
-        if not process.usable():
-            return
-        self.passes.discard(pass_id)
-        try:
-            self.transfers.settle()
-        finally:
-            self.transfers.run(self._engine.end_pass(pass_id))
 
     # --- for the owner
 

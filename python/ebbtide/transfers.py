@@ -54,7 +54,6 @@ class Transfers(_core.CommandRunner):
         self.copies = _core.Copies()
         self.threads_copy = self._streams is None or self.tiers.file is not None
         self._failures = Failures()
-        self.interrupted = False
         self.exposed_wait_s = 0.0
 
     # At the interpreter's end what a module's names stand for may be gone.
@@ -84,9 +83,13 @@ class Transfers(_core.CommandRunner):
 
     def settle(self) -> None:
         """Reports every copy that is done; leases leave here."""
-        if self.threads_copy and self.copies.ready:
-            while (fields := self.copies.pop()) is not None:
-                self._complete(*fields)
+        try:
+            if self.threads_copy and self.copies.ready:
+                while (fields := self.copies.pop()) is not None:
+                    self._complete(*fields)
+        except BaseException:
+            self.cut_short()  # nobody else will report it
+            raise
         self.settle_streams()
 
     def _complete(
@@ -152,10 +155,10 @@ class Transfers(_core.CommandRunner):
         """Blocks until the copy is done; or, where a stream is to come after it, until it was started."""
         if command.stream == 0:
             self.wait(command.copy)
-        elif not self._await_start(command.copy):
+        elif not self.await_start(command.copy):
             self._require_answer(command.copy)
 
-    def _await_start(self, copy: int) -> bool:
+    def await_start(self, copy: int) -> bool:
         """Whether the copy was started. Another thread may have been told to, and be just about to do it; where a call was
         cut short, nobody will."""
         assert self._stream_copies is not None
@@ -165,21 +168,9 @@ class Transfers(_core.CommandRunner):
             _yield_to_others()
         return True
 
-    def load(
-        self,
-        entry: StorageEntry,
-        storage: Storage,
-        load: int,
-        stream: int,
-        commands: _core.Commands,
-    ) -> bool:
-        """Fills the storage, or orders the current stream after that; False where the engine gave the load up meanwhile.
-        Raises what made it fail."""
-        try:
-            self.adopt(entry, load, storage, stream)
-        finally:
-            # Others may wait for what they begin.
-            self.run(commands)
+    def await_load(self, entry: StorageEntry, load: int) -> bool:
+        """The storage that the load fills is full, or will be for what is issued next on the current stream; False where
+        the engine gave the load up meanwhile. Raises what made it fail."""
         self._wait_until_started(load)
         if self._stream_copies is None:
             # Another thread may have taken the completion and not reported it yet.
@@ -230,13 +221,6 @@ class Transfers(_core.CommandRunner):
 
     # --- calls that were cut short
 
-    def cut_short(self) -> None:
-        """An exception out of a signal handler ends a call early. What it was about to tell the allocator of is over before
-        anything else is let go of."""
-        self.interrupted = True
-        if self._stream_copies is not None:
-            self._stream_copies.drain()
-
     def _require_answer(self, copy: int) -> None:
         """Raises where a call was cut short that should have started or reported the copy."""
         if self._is_lost(copy):
@@ -271,25 +255,6 @@ class Transfers(_core.CommandRunner):
                 self.entries.pop(storage_id, None)
 
     # --- rare commands
-
-    def _record_stream(self, command: _core.Command) -> None:
-        entry = self.entries.get(command.storage)
-        if entry is None:
-            return
-        assert self._streams is not None
-        if command.stream != 0 and command.copy == 0:
-            storage, stream = entry.lease or self._framework.lock(entry.weak), command.stream
-        elif command.stream != 0:
-            storage, stream = entry.restored_by(command.copy), command.stream
-            if storage is None and entry.restored_weak is not None:
-                storage = self._framework.lock(entry.restored_weak)
-        else:
-            assert self._stream_copies is not None
-            storage = entry.lease
-            self._await_start(command.copy)
-            stream = self._stream_copies.stream_of(command.copy)
-        if storage is not None and stream != 0:
-            self._streams.record_stream(storage, stream)
 
     def _grow(self, command: _core.Command) -> None:
         grown = False
@@ -330,7 +295,6 @@ def _on_device(entry: StorageEntry, copy: int, hop: int) -> Storage:
 
 # Who carries out what CommandRunner does not.
 _COMMANDS: dict[int, Callable[[Transfers, _core.Command], None]] = {
-    int(CommandKind.RECORD_STREAM): Transfers._record_stream,
     int(CommandKind.GROW): Transfers._grow,
     int(CommandKind.LOAD_FAILED): Transfers._load_failed,
     int(CommandKind.TIER_FULL): Transfers._warn_tier_full,

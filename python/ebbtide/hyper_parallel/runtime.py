@@ -85,16 +85,16 @@ class _Epoch:
         self.session = session
         self.others = others  # of the session, this one too
         self.end_idle()
-        self.number = session.begin_epoch()
+        self._epoch = session.begin_epoch()
+        self.number = self._epoch.number
         self.seen: set[Hashable] = set()
         self.depth = 0  # of scopes that are entered
         self.backward_began = False
         others.add(self)
 
     def end(self) -> None:
-        number, self.number = self.number, 0
-        if number:
-            self.session.end_epoch(number)
+        self.number = 0
+        self._epoch.end()
 
     def end_idle(self) -> None:
         """After a call that was cut short the session recovers when nobody is in it."""
@@ -102,10 +102,6 @@ class _Epoch:
             for epoch in list(self.others):
                 if epoch.depth == 0:
                     epoch.end()
-
-    def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if getattr(self, "number", 0) and not finalizing():
-            self.end()
 
 
 class _Here(threading.local):

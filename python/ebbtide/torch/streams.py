@@ -99,9 +99,6 @@ class TorchStreams(_core.TorchCopies):
     def address(self, memory: torch.Tensor) -> int:
         return memory.data_ptr()
 
-    def record_stream(self, storage: torch.UntypedStorage, stream: int) -> None:
-        self.record_stream_of(self.bytes_of(storage), stream)
-
     def unified(self) -> bool:
         properties = getattr(getattr(torch, self._device_type, None), "get_device_properties", None)
         if properties is None or torch.accelerator.device_count() == 0:

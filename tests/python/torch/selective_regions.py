@@ -48,11 +48,12 @@ class Region:
         self.unpack = swaps.session.unpack
 
     def __enter__(self) -> Region:
-        self.saving.epoch = self.session.begin_epoch()
+        self.epoch = self.session.begin_epoch()
+        self.saving.epoch = self.epoch.number
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.session.end_epoch(self.saving.epoch)
+        self.epoch.end()
 
     def pack(self, tensor: torch.Tensor) -> Any:
         return self.session.pack(tensor, self.saving)

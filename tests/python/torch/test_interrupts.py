@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
 from collections.abc import Iterator
@@ -11,19 +12,27 @@ from typing import Any
 import pytest
 import torch
 from support import DEVICE, assert_at_rest, assert_loaded
+from torch.autograd.graph import saved_tensors_hooks
 from torch_support import same_bits
 
 import ebbtide.torch as ebb
 from ebbtide import process
+from ebbtide.errors import EbbtideError
+from ebbtide.transfers import Transfers
 
 # An interrupt inside torch's code for a default device leaves that half done.
 NAMES_ITS_DEVICE = True
 
 
-@pytest.fixture
-def interrupting() -> Iterator[None]:
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    yield
+@pytest.fixture(params=[KeyboardInterrupt, TimeoutError])
+def interrupting(request: pytest.FixtureRequest) -> Iterator[type[BaseException]]:
+    """What the handler of SIGALRM raises."""
+
+    def handler(*_: object) -> None:
+        raise request.param
+
+    before = signal.signal(signal.SIGALRM, handler)
+    yield request.param
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
     # An interrupt inside torch's own __exit__ leaves its hooks pushed.
@@ -42,7 +51,7 @@ def forward(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("to", ["disk", "host"])
 def test_an_interrupt_reaches_the_caller_and_later_steps_are_equal(
-    interrupting: None, tmp_path: Path, to: str
+    interrupting: type[BaseException], tmp_path: Path, to: str
 ) -> None:
     """Wherever it comes. Memory under a running copy stays alive: no crash."""
     x = torch.randn(130, 130, device=DEVICE, requires_grad=True)
@@ -63,7 +72,7 @@ def test_an_interrupt_reaches_the_caller_and_later_steps_are_equal(
             found = torch.autograd.grad(loss, x)[0]
             signal.setitimer(signal.ITIMER_REAL, 0)
             assert same_bits(found, expected)
-        except KeyboardInterrupt:
+        except interrupting:
             interrupted += 1
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -73,6 +82,8 @@ def test_an_interrupt_reaches_the_caller_and_later_steps_are_equal(
             loss = forward(x)
         assert same_bits(torch.autograd.grad(loss, x)[0], expected)
     assert_loaded(tide)
+    del loss
+    assert_at_rest(tide)
 
 
 class Interrupting:
@@ -122,3 +133,81 @@ def test_interrupt_as_a_copy_is_handed_over(monkeypatch: pytest.MonkeyPatch, num
     assert_loaded(tide)
     loss = None
     assert_at_rest(tide)
+
+
+_ANY = [KeyboardInterrupt, TimeoutError, RecursionError]
+
+
+def raising_once(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, error: type[BaseException]
+) -> None:
+    """As where the exception comes at the first instruction of the method."""
+    original = getattr(owner, name)
+
+    def method(self: Any, *arguments: Any) -> Any:
+        monkeypatch.setattr(owner, name, original)
+        raise error
+
+    monkeypatch.setattr(owner, name, method)
+
+
+@pytest.mark.parametrize("error", _ANY)
+@pytest.mark.parametrize("method", ["await_load", "copy_by_threads", "settle", "wait"])
+@pytest.mark.parametrize("prefetch_bytes", [0, 1 << 20])
+def test_a_backward_that_was_cut_short_runs_again(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException], method: str, prefetch_bytes: int
+) -> None:
+    """Or says that what it needs is lost: it does not wait for ever."""
+    x = torch.randn(64, 64, device=DEVICE, requires_grad=True)
+    expected = torch.autograd.grad(forward(x), x)[0]
+    tide = ebb.offload(to="host", min_bytes=0, keep_last_bytes=0, prefetch_bytes=prefetch_bytes)
+    with tide:
+        loss = forward(x)
+    tide.synchronize()
+    with monkeypatch.context() as patch:
+        raising_once(patch, Transfers, method, error)
+        with contextlib.suppress(error):
+            torch.autograd.grad(loss, x, retain_graph=True)
+    with contextlib.suppress(EbbtideError):
+        assert same_bits(torch.autograd.grad(loss, x)[0], expected)
+    with tide:
+        loss = forward(x)
+    assert same_bits(torch.autograd.grad(loss, x)[0], expected)
+    loss = None
+    assert_at_rest(tide)
+
+
+def test_an_entry_that_nobody_leaves_ends_with_its_object() -> None:
+    """So that what a later call leaves behind is given up."""
+    tide = ebb.offload(to="host", device=DEVICE)
+    session = tide._session
+    entered = session.begin_epoch()
+    session.transfers.cut_short()
+    session.begin_epoch().end()
+    assert session.transfers.interrupted  # somebody may be inside
+    del entered
+    session.begin_epoch().end()
+    assert not session.transfers.interrupted
+
+
+def test_hooks_that_an_interrupted_entry_left_pushed_move_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tide = ebb.offload(to="host", min_bytes=0, keep_last_bytes=0)
+    enter = saved_tensors_hooks.__enter__
+
+    def interrupted(self: saved_tensors_hooks) -> None:
+        enter(self)
+        raise KeyboardInterrupt
+
+    x = torch.randn(64, 64, device=DEVICE, requires_grad=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(saved_tensors_hooks, "__enter__", interrupted)
+        with pytest.raises(KeyboardInterrupt), tide:
+            pass
+    try:
+        found = torch.autograd.grad(forward(x), x)[0]
+    finally:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    assert same_bits(found, torch.autograd.grad(forward(x), x)[0])
+    assert tide.stats().storages == 0
