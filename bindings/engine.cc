@@ -52,6 +52,12 @@ void bind_verdicts(nb::module_& m) {
       .def_ro("coming", &RunState::coming)
       .def_ro("back", &RunState::back)
       .def_ro("staying", &RunState::staying);
+  nb::class_<SaveVerdict>(m, "SaveVerdict")
+      .def_prop_ro("kept", [](const SaveVerdict& verdict) { return verdict.outcome == SaveOutcome::kKept; })
+      .def_prop_ro("ticket", [](const SaveVerdict& verdict) { return value(verdict.ticket); })
+      .def_prop_ro("storage", [](const SaveVerdict& verdict) { return value(verdict.storage); })
+      .def_ro("lease", &SaveVerdict::lease)
+      .def_prop_ro("commands", [](const SaveVerdict& verdict) { return verdict.commands; });
   nb::class_<RestoreVerdict>(m, "RestoreVerdict")
       .def_prop_ro("outcome", [](const RestoreVerdict& verdict) { return static_cast<int>(verdict.outcome); })
       .def_prop_ro("load", [](const RestoreVerdict& verdict) { return value(verdict.load); })
@@ -151,6 +157,23 @@ void bind_engine(nb::module_& m) {
       .def(
           "running", [](const Engine& engine, std::uint64_t copy) { return engine.running(CopyId{copy}); },
           nb::arg("copy"))
+      .def(
+          "save",
+          [](Engine& engine, const nb::tuple& storage, const nb::tuple& view, std::uint64_t version,
+             std::uint64_t epoch, std::size_t label, std::uint64_t stream) {
+            return engine.save({.storage = storage_ref(storage),
+                                .view = view_meta(view),
+                                .version = version,
+                                .epoch = EpochId{epoch},
+                                .label = label,
+                                .stream = StreamRef{stream}});
+          },
+          nb::arg("storage"), nb::arg("view"), nb::kw_only(), nb::arg("version"), nb::arg("epoch"), nb::arg("label"),
+          nb::arg("stream"),
+          nb::sig("def save(self, storage: tuple[int, int, int, int], view: tuple[object, ...], *, version: int, "
+                  "epoch: int, label: int, stream: int) -> SaveVerdict"))
+      .def(
+          "drop", [](Engine& engine, std::uint64_t ticket) { return engine.drop(TicketId{ticket}); }, nb::arg("ticket"))
       .def("kept", &Engine::kept, nb::arg("reason"), nb::arg("nbytes"))
       .def(
           "probed",

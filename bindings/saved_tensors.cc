@@ -21,20 +21,6 @@ nb::object weakly(nb::handle object) {
   return nb::steal(nb::detail::raise_if_null(PyWeakref_NewRef(object.ptr(), nullptr)));
 }
 
-std::int64_t integer(nb::handle number) { return nb::cast<std::int64_t>(number); }
-
-std::vector<std::int64_t> integers(nb::handle tuple) {
-  std::vector<std::int64_t> all;
-  all.reserve(nb::len(tuple));
-  for (const nb::handle number : nb::borrow<nb::tuple>(tuple)) all.push_back(integer(number));
-  return all;
-}
-
-// Of the ViewMeta of ebbtide.framework.
-ViewMeta view_meta(const nb::tuple& view) {
-  return {integer(view[0]), integer(view[1]), integer(view[2]), integers(view[3]), integers(view[4])};
-}
-
 // For a thread that needs what another one is about to do.
 void yield_to_others() {
   if (PyErr_CheckSignals() != 0) nb::raise_python_error();

@@ -81,11 +81,10 @@ class EngineSchedule(Schedule):
             max_backing_bytes=_NO_LIMIT,
             pack_below_bytes=options.pack_below_bytes,
         )
-        self._tickets = _core.Tickets(self.engine, self._run_dropped)
         self._epoch = 0
         self._groups: list[int] = []
         self._items: dict[int, _Item] = {}
-        self._saved: dict[int, tuple[int, int, _core.TicketHold]] = {}  # ticket, storage
+        self._saved: dict[int, tuple[int, int]] = {}  # ticket, storage
         self._unpacked: dict[int, Block] = {}
         self._events: dict[int, float] = {}
         self._copies: dict[int, float] = {}  # when they end
@@ -151,27 +150,23 @@ class EngineSchedule(Schedule):
             super().save(ticket)
             return
         view = trace.views[view_index]
-        hold, _, ticket_id, storage_id, _, lease, commands = self._tickets.save(
+        verdict = self.engine.save(
             (_DEVICE, storage + 1, (storage + 1) * _ADDRESSES, block.nbytes),
             (view.storage_offset, view.itemsize, 0, view.sizes, view.strides),
-            version,
-            self._epoch,
-            self._groups[-1] if self._groups else 0,
-            0,  # no run
-            False,
-            _COMPUTE,
-            False,
-            False,
+            version=version,
+            epoch=self._epoch,
+            label=self._groups[-1] if self._groups else 0,
+            stream=_COMPUTE,
         )
-        if hold is None:
+        if verdict.kept:
             super().save(ticket)
             return
-        item = self._items.setdefault(storage_id, _Item(block))
-        if lease:
+        item = self._items.setdefault(verdict.storage, _Item(block))
+        if verdict.lease:
             item.leases.append(block)
             block.holders += 1
-        self._saved[ticket] = (ticket_id, storage_id, hold)
-        self._run(commands)
+        self._saved[ticket] = (verdict.ticket, verdict.storage)
+        self._run(verdict.commands)
 
     def unpack(self, ticket: int) -> None:
         machine = self.machine
@@ -180,7 +175,7 @@ class EngineSchedule(Schedule):
         if ticket not in self._saved:
             super().unpack(ticket)
             return
-        number, storage, _ = self._saved[ticket]
+        number, storage = self._saved[ticket]
         item = self._items[storage]
         while True:
             live = item.source.holders > 0
@@ -211,18 +206,17 @@ class EngineSchedule(Schedule):
             super().unused(ticket)
 
     def drop(self, ticket: int) -> None:
-        if self._saved.pop(ticket, None) is None:
+        saved = self._saved.pop(ticket, None)
+        if saved is None:
             super().drop(ticket)
+        else:
+            self._run(self.engine.drop(saved[0]))
 
     # --- the engine's commands
 
-    def _run(self, commands: _core.Commands | list[_core.Command] | None) -> None:
+    def _run(self, commands: _core.Commands | None) -> None:
         for command in commands or ():
             self._commands[command.kind](command)
-
-    def _run_dropped(self) -> None:
-        while (command := self._tickets.pop_dropped()) is not None:
-            self._run([command])
 
     def _poll(self) -> None:
         """Tells the engine of the copies that are done by now."""
