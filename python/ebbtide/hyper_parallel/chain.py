@@ -3,7 +3,6 @@ backward."""
 
 from __future__ import annotations
 
-import contextvars
 import itertools
 import threading
 import weakref
@@ -21,7 +20,11 @@ class _Forward(NamedTuple):
 
     run: GroupRun
     current: Current
-    token: contextvars.Token[Current | None]
+
+    def leave(self) -> None:
+        scope, self.current.scope = self.current.scope, None
+        if scope is not None:
+            scope.__exit__(None, None, None)
 
 
 class _Here(threading.local):
@@ -57,20 +60,41 @@ class Layer:
         if self._modules.in_backward() or not self._modules.records():
             here.running.append(None)
             return
+        if self.before is None:
+            self._leave_unfinished()
         run = self.group.begin()
         if self.before is not None:
             run.previous = self.before._here.newest
         scope = self._scope()
-        now = Current(self.group, run, scope)
-        token = current.set(now)
+        now = Current(self.group, run, scope, outer=current.get())
+        current.set(now)
         try:
             if scope is not None:
                 scope.__enter__()
         except BaseException:
-            current.reset(token)
+            current.set(now.outer)
             raise
-        here.running.append(_Forward(run, now, token))
+        here.running.append(_Forward(run, now))
         here.newest = weakref.ref(run)
+
+    def _leave_unfinished(self) -> None:
+        """The chain begins anew: what still runs in it was ended by an exception that frameworks call no hooks for, such as
+        Ctrl-C."""
+        unfinished: list[_Forward] = []
+        layer: Layer | None = self
+        while layer is not None:
+            unfinished += filter(None, layer._here.running)
+            layer._here.running.clear()
+            layer = layer.behind()
+        left = [forward.current for forward in unfinished]
+        now = current.get()
+        while now is not None:
+            if now in left:
+                current.set(now.outer)
+            now = now.outer
+        for forward in reversed(unfinished):
+            forward.leave()
+            forward.run.keep()
 
     def _scope(self) -> Scope | None:
         """For what the layer saves outside of wrappers: of it leaves what ``swap_tensor_wrapper`` names."""
@@ -92,10 +116,9 @@ class Layer:
         forward = here.running.pop()
         if forward is None:
             return
-        run, now, token = forward
-        current.reset(token)
-        if now.scope is not None:
-            now.scope.__exit__(None, None, None)
+        run, now = forward
+        current.set(now.outer)
+        forward.leave()
         self._joins = now.joins
         if output is None:  # it raised
             run.keep()

@@ -157,7 +157,7 @@ class Current:
     the layer saves. In a ``with`` statement: ``hooks``, those that were entered when it began; the scope is entered once
     something is named in it."""
 
-    __slots__ = ("_run", "group", "hooks", "joins", "named", "scope")
+    __slots__ = ("_run", "group", "hooks", "joins", "named", "outer", "scope")
 
     def __init__(
         self,
@@ -165,11 +165,13 @@ class Current:
         run: GroupRun | None = None,
         scope: Any = None,
         hooks: list[Any] | None = None,
+        outer: Current | None = None,
     ) -> None:
         self.group = group
         self._run = run
         self.scope = scope
         self.hooks = hooks
+        self.outer = outer  # of a layer's forward: what was current when it began
         self.joins: Joins | None = None  # what was named in this forward
         # The run that it leaves with, until something is saved in it.
         self.named: GroupRun | None = None

@@ -13,7 +13,8 @@ import pytest
 import torch
 from harness import Hyper
 from support import DEVICE
-from torch_layers import assert_equal_and_moved, blocks, chained, expected, train
+from torch import nn
+from torch_layers import assert_equal_and_moved, blocks, chained, expected, train, wrapped
 from torch_support import assert_same_bits
 from training import gradients, make_input
 
@@ -129,12 +130,43 @@ def test_an_exception_in_a_forward(hyper: Hyper, failing: int) -> None:
         assert_equal_and_moved(hyper, model)
 
 
-def _raise_once() -> Any:
+@pytest.mark.parametrize("failing", range(4))
+def test_ctrl_c_in_a_forward(hyper: Hyper, failing: int) -> None:
+    """Torch calls no hooks for it: the layer's group is current until the chain begins again."""
+    model = chained(hyper)
+    inner = model[failing].wrapped
+    inner.down.register_forward_hook(_raise_once(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        model(make_input())
+    for _ in range(2):
+        assert_equal_and_moved(hyper, model)
+    assert hyper.manager.get_current_group_name() is None
+    # What is in no chain leaves by itself again.
+    assert_equal_and_moved(hyper, wrapped(blocks(), hyper))
+
+
+def test_ctrl_c_in_a_chain_within_a_layer(hyper: Hyper) -> None:
+    first, second = chained(hyper, 2), chained(hyper, 2)
+    model = nn.Sequential(first, second)
+    hyper.chain(first, second)
+    second[1].wrapped.down.register_forward_hook(_raise_once(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        model(make_input())
+    hp.reset_stats()
+    for _ in range(2):
+        plain = nn.Sequential(blocks(2), blocks(2))
+        assert_same_bits(train(model, make_input()), train(plain, make_input()))
+    assert hyper.stats().d2h_bytes > 0
+    assert hyper.manager.get_current_group_name() is None
+    hyper.assert_at_rest()
+
+
+def _raise_once(error: type[BaseException] = ZeroDivisionError) -> Any:
     left = [1]
 
     def hook(module: Any, args: Any, output: Any) -> None:
         if left and left.pop():
-            raise ZeroDivisionError
+            raise error
 
     return hook
 
