@@ -33,7 +33,6 @@ void yield_to_others() {
 SavedTensors::SavedTensors(const nb::object& transfers, const nb::object& framework, std::uint64_t min_bytes,
                            bool use_saved_copy)
     : transfers_(transfers),
-      framework_(framework),
       copies_(transfers.attr("copies")),
       runner_(nb::cast<CommandRunner&>(transfers)),
       dropped_(nb::cast<Tickets&>(transfers.attr("tickets")).dropped),

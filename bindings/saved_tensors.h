@@ -65,7 +65,7 @@ class SavedTensors {
   [[nodiscard]] nanobind::object load(const EntryRef& entry, const RestoreVerdict& verdict, bool& short_of_memory);
   [[nodiscard]] StreamRef current_stream(std::int64_t device) const;
 
-  const nanobind::object transfers_, framework_, copies_;
+  const nanobind::object transfers_, copies_;
   CommandRunner& runner_;
   const std::shared_ptr<Dropped> dropped_;
   const std::uint64_t min_bytes_;
