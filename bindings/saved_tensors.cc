@@ -147,6 +147,8 @@ void Epoch::end() {
 
 nb::object SavedTensors::pack(nb::handle tensor, const Saving& saving) {
   require_usable("pack");
+  // Frameworks restore the hooks that a backward began with: left inside one, they stay.
+  if (!epochs_.contains(saving.epoch)) return keep(tensor);
   noting_interrupts([&] { settle(); });
   bool forced = false;
   const nb::object reason = decide(tensor, saving, forced);

@@ -56,6 +56,19 @@ def named_totals(names: Iterable[str], groups: Sequence[_core.GroupStats]) -> li
     ]
 
 
+class PackHook:
+    """What autograd calls with each tensor that it saves. It holds no scope: one that nobody leaves ends with its object."""
+
+    __slots__ = ("_saving", "_session")
+
+    def __init__(self, session: Session, saving: Saving) -> None:
+        self._session = session
+        self._saving = saving
+
+    def __call__(self, tensor: Tensor) -> Packed:
+        return self._session.pack(tensor, self._saving)
+
+
 class Scope:
     """One entry of the context on one thread."""
 
@@ -64,16 +77,10 @@ class Scope:
         self._saving = saving
         self._epoch = session.begin_epoch()
         saving.epoch = self._epoch.number
-        self._inside = False  # frameworks restore the hooks that a backward began with: left inside one, they stay
         self._labels = [0]  # of the groups that are running, the innermost last
         self._hooks: AbstractContextManager[Any] = framework.saved_tensor_hooks(
-            self.pack, session.unpack
+            PackHook(session, saving), session.unpack
         )
-
-    def pack(self, tensor: Tensor) -> Packed:
-        if not self._inside:
-            return self._session.keep(tensor)
-        return self._session.pack(tensor, self._saving)
 
     def begin_group(self, name: str) -> int:
         """Returns what `end_group` takes."""
@@ -91,10 +98,8 @@ class Scope:
 
     def enter(self) -> None:
         self._hooks.__enter__()
-        self._inside = True
 
     def exit(self) -> None:
-        self._inside = False
         try:
             self._hooks.__exit__(None, None, None)
         finally:

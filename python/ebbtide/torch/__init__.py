@@ -9,7 +9,7 @@ import torch
 from ebbtide import process
 from ebbtide.config import OffloadConfig
 from ebbtide.errors import UsageError
-from ebbtide.offload import Offload, Scope
+from ebbtide.offload import Offload, PackHook
 from ebbtide.peaks import Recomputation
 from ebbtide.policy import CheckpointPolicy
 from ebbtide.resolved import Resolved
@@ -28,7 +28,7 @@ leave_alone(
     (
         Offload.__enter__,
         Offload.__exit__,
-        Scope.pack,
+        PackHook.__call__,
         # What is C++ calls them without any of the above in between.
         *methods(Session),
         *methods(Transfers),
