@@ -18,6 +18,7 @@ void bind_host_executor(nanobind::module_& m);
 void bind_stream_copies(nanobind::module_& m);
 void bind_storage_entry(nanobind::module_& m);
 void bind_command_runner(nanobind::module_& m);
+void bind_saving(nanobind::module_& m);
 void bind_ticket(nanobind::module_& m);
 void bind_saved_tensors(nanobind::module_& m);
 void bind_torch_tensors(nanobind::module_& m);

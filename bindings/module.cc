@@ -13,6 +13,7 @@ NB_MODULE(_core, m) {
   bind_stream_copies(m);
   bind_storage_entry(m);
   bind_command_runner(m);
+  bind_saving(m);
   bind_ticket(m);
   bind_saved_tensors(m);
   bind_malloc_threshold(m);

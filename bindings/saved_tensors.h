@@ -10,6 +10,7 @@
 #include "command_runner.h"
 #include "epoch.h"
 #include "native_calls.h"
+#include "saving.h"
 #include "ticket.h"
 
 namespace ebbtide::bindings {

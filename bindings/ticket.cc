@@ -11,7 +11,7 @@ namespace ebbtide::bindings {
 
 namespace {
 
-int traverse_ticket(PyObject* self, visitproc visit, void* arg) {
+int traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
   if (!nb::inst_ready(self)) return 0;
   const Ticket& ticket = *nb::inst_ptr<Ticket>(self);
@@ -22,62 +22,15 @@ int traverse_ticket(PyObject* self, visitproc visit, void* arg) {
   return 0;
 }
 
-int clear_ticket(PyObject* self) {
+int clear(PyObject* self) {
   Ticket& ticket = *nb::inst_ptr<Ticket>(self);
   const nb::object session = std::exchange(ticket.session, nb::none());
   const nb::object recomputed = std::exchange(ticket.recomputed, nb::none());
   return 0;
 }
 
-PyType_Slot kTicketSlots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse_ticket)},
-                              {Py_tp_clear, reinterpret_cast<void*>(clear_ticket)},
-                              {0, nullptr}};
-
-int traverse_saving(PyObject* self, visitproc visit, void* arg) {
-  Py_VISIT(Py_TYPE(self));
-  if (!nb::inst_ready(self)) return 0;
-  const Saving& saving = *nb::inst_ptr<Saving>(self);
-  Py_VISIT(saving.weights.ptr());
-  Py_VISIT(saving.policy.ptr());
-  return 0;
-}
-
-int clear_saving(PyObject* self) {
-  Saving& saving = *nb::inst_ptr<Saving>(self);
-  const nb::object weights = std::exchange(saving.weights, nb::none());
-  const nb::object policy = std::exchange(saving.policy, nb::none());
-  return 0;
-}
-
-PyType_Slot kSavingSlots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse_saving)},
-                              {Py_tp_clear, reinterpret_cast<void*>(clear_saving)},
-                              {0, nullptr}};
-
-void bind_saving(nb::module_& m) {
-  nb::class_<Saving>(m, "Saving", nb::type_slots(kSavingSlots), nb::is_final())
-      .def(
-          "__init__",
-          [](Saving* self, std::uint64_t epoch, nb::object weights, nb::object policy, bool inputs_only,
-             bool on_request) {
-            new (self) Saving{.epoch = EpochId{epoch},
-                              .weights = std::move(weights),
-                              .policy = std::move(policy),
-                              .inputs_only = inputs_only,
-                              .on_request = on_request};
-          },
-          nb::arg("epoch"), nb::arg("weights"), nb::arg("policy") = nb::none(), nb::arg("inputs_only") = false,
-          nb::arg("on_request") = false,
-          nb::sig("def __init__(self, epoch: int, weights: object, policy: typing.Callable[[typing.Any], typing.Any] | "
-                  "None = None, inputs_only: bool = False, on_request: bool = False) -> None"))
-      .def_prop_rw(
-          "epoch", [](const Saving& saving) { return value(saving.epoch); },
-          [](Saving& saving, std::uint64_t epoch) { saving.epoch = EpochId{epoch}; })
-      .def_rw("inputs_only", &Saving::inputs_only)
-      .def_rw("label", &Saving::label)
-      .def_prop_rw(
-          "run", [](const Saving& saving) { return value(saving.run); },
-          [](Saving& saving, std::uint64_t run) { saving.run = RunId{run}; });
-}
+PyType_Slot kSlots[] = {
+    {Py_tp_traverse, reinterpret_cast<void*>(traverse)}, {Py_tp_clear, reinterpret_cast<void*>(clear)}, {0, nullptr}};
 
 }  // namespace
 
@@ -93,8 +46,7 @@ Ticket::~Ticket() {
 }
 
 void bind_ticket(nb::module_& m) {
-  bind_saving(m);
-  nb::class_<Ticket>(m, "Ticket", nb::type_slots(kTicketSlots), nb::is_final())
+  nb::class_<Ticket>(m, "Ticket", nb::type_slots(kSlots), nb::is_final())
       .def_prop_ro(
           "entry", [](const Ticket& ticket) { return ticket.entry.object(); },
           nb::sig("def entry(self) -> StorageEntry"))
