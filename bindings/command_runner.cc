@@ -150,11 +150,6 @@ void bind_command_runner(nb::module_& m) {
           },
           nb::arg("copy"), nb::arg("hop"), nb::arg("storages"), nb::arg("error").none())
       .def(
-          "adopt",
-          [](CommandRunner& runner, StorageEntry& entry, std::uint64_t load, const nb::object& memory,
-             std::uint64_t stream) { runner.adopt(entry, CopyId{load}, memory, StreamRef{stream}); },
-          nb::arg("entry"), nb::arg("load"), nb::arg("memory"), nb::arg("stream"))
-      .def(
           "expect", [](CommandRunner& runner, std::uint64_t copy) { runner.expect(CopyId{copy}); }, nb::arg("copy"))
       .def(
           "expects", [](const CommandRunner& runner, std::uint64_t copy) { return runner.expects(CopyId{copy}); },

@@ -4,36 +4,14 @@
 #include <utility>
 
 #include "bindings.h"
+#include "collected.h"
 
 namespace nb = nanobind;
 
 namespace ebbtide::bindings {
 
-namespace {
-
-int traverse(PyObject* self, visitproc visit, void* arg) {
-  Py_VISIT(Py_TYPE(self));
-  if (!nb::inst_ready(self)) return 0;
-  const Saving& saving = *nb::inst_ptr<Saving>(self);
-  Py_VISIT(saving.weights.ptr());
-  Py_VISIT(saving.policy.ptr());
-  return 0;
-}
-
-int clear(PyObject* self) {
-  Saving& saving = *nb::inst_ptr<Saving>(self);
-  const nb::object weights = std::exchange(saving.weights, nb::none());
-  const nb::object policy = std::exchange(saving.policy, nb::none());
-  return 0;
-}
-
-PyType_Slot kSlots[] = {
-    {Py_tp_traverse, reinterpret_cast<void*>(traverse)}, {Py_tp_clear, reinterpret_cast<void*>(clear)}, {0, nullptr}};
-
-}  // namespace
-
 void bind_saving(nb::module_& m) {
-  nb::class_<Saving>(m, "Saving", nb::type_slots(kSlots), nb::is_final())
+  nb::class_<Saving>(m, "Saving", nb::type_slots(Collected<Saving>::slots), nb::is_final())
       .def(
           "__init__",
           [](Saving* self, std::uint64_t epoch, nb::object weights, nb::object policy, bool inputs_only,

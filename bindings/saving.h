@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 
 #include <cstddef>
+#include <utility>
 
 #include "ebbtide/types.h"
 
@@ -17,6 +18,15 @@ struct Saving {
   std::size_t label = 0;     // of the group that runs
   RunId run{};               // of a group whose copies the caller starts
   bool on_request = false;   // of the run, only what was asked for by `Runs.request`
+
+  void each(auto visit) const {
+    visit(weights);
+    visit(policy);
+  }
+  void clear() {
+    const nanobind::object own_weights = std::exchange(weights, nanobind::none());
+    const nanobind::object own_policy = std::exchange(policy, nanobind::none());
+  }
 };
 
 }  // namespace ebbtide::bindings

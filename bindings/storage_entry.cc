@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "bindings.h"
+#include "collected.h"
 
 namespace nb = nanobind;
 
@@ -15,29 +16,7 @@ auto found_in(auto& restored, CopyId load) {
   return std::find_if(restored.begin(), restored.end(), [load](const auto& one) { return one.first == load; });
 }
 
-int traverse(PyObject* self, visitproc visit, void* arg) {
-  Py_VISIT(Py_TYPE(self));
-  if (!nb::inst_ready(self)) return 0;
-  const StorageEntry& entry = *nb::inst_ptr<StorageEntry>(self);
-  for (const nb::object* object : {&entry.ref, &entry.weak, static_cast<const nb::object*>(&entry.leases),
-                                   &entry.restored_weak, &entry.load_errors, &entry.last_owner}) {
-    Py_VISIT(object->ptr());
-  }
-  for (const auto& [load, storage] : entry.restored) Py_VISIT(storage.ptr());
-  for (const auto& [witness, version] : entry.witnesses) Py_VISIT(witness.ptr());
-  return 0;
-}
-
-int clear(PyObject* self) {
-  StorageEntry& entry = *nb::inst_ptr<StorageEntry>(self);
-  entry.let_go();
-  const nb::object errors = std::exchange(entry.load_errors, nb::none());
-  const auto witnesses = std::exchange(entry.witnesses, {});
-  return 0;
-}
-
-PyType_Slot kSlots[] = {
-    {Py_tp_traverse, reinterpret_cast<void*>(traverse)}, {Py_tp_clear, reinterpret_cast<void*>(clear)}, {0, nullptr}};
+nb::object or_none(nb::object object) { return object.is_valid() ? std::move(object) : nb::object(nb::none()); }
 
 }  // namespace
 
@@ -84,27 +63,17 @@ EntryRef::EntryRef(nb::object object)
     : object_(std::move(object)), entry_(object_.is_valid() ? nb::inst_ptr<StorageEntry>(object_) : nullptr) {}
 
 void bind_storage_entry(nb::module_& m) {
-  nb::class_<StorageEntry>(m, "StorageEntry", nb::type_slots(kSlots), nb::is_final())
+  nb::class_<StorageEntry>(m, "StorageEntry", nb::type_slots(Collected<StorageEntry>::slots), nb::is_final())
       .def_prop_ro("storage_id", [](const StorageEntry& entry) { return value(entry.storage); })
       .def_ro("ref", &StorageEntry::ref, nb::for_getter(nb::sig("def ref(self) -> typing.Any")))
-      .def_ro("weak", &StorageEntry::weak, nb::for_getter(nb::sig("def weak(self) -> typing.Any")))
       .def_ro("device", &StorageEntry::device)
       .def_prop_ro(
-          "lease",
-          [](const StorageEntry& entry) {
-            nb::object lease = entry.lease();
-            return lease.is_valid() ? lease : nb::none();
-          },
+          "lease", [](const StorageEntry& entry) { return or_none(entry.lease()); },
           nb::sig("def lease(self) -> typing.Any"))
       .def(
           "restored_by",
-          [](const StorageEntry& entry, std::uint64_t load) {
-            nb::object storage = entry.restored_by(CopyId{load});
-            return storage.is_valid() ? storage : nb::none();
-          },
+          [](const StorageEntry& entry, std::uint64_t load) { return or_none(entry.restored_by(CopyId{load})); },
           nb::arg("load"), nb::sig("def restored_by(self, load: int) -> typing.Any"))
-      .def_ro("restored_weak", &StorageEntry::restored_weak,
-              nb::for_getter(nb::sig("def restored_weak(self) -> typing.Any")))
       .def_prop_rw(
           "load_started", [](const StorageEntry& entry) { return value(entry.load_started); },
           [](StorageEntry& entry, std::uint64_t load) { entry.load_started = CopyId{load}; })

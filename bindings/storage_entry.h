@@ -26,6 +26,20 @@ struct StorageEntry {
   void let_go();
   [[nodiscard]] bool failed(CopyId load) const;
 
+  void each(auto visit) const {
+    for (const nanobind::object* object :
+         {&ref, &weak, static_cast<const nanobind::object*>(&leases), &restored_weak, &load_errors, &last_owner}) {
+      visit(*object);
+    }
+    for (const auto& [load, storage] : restored) visit(storage);
+    for (const auto& [witness, version] : witnesses) visit(witness);
+  }
+  void clear() {
+    let_go();
+    const nanobind::object own_errors = std::exchange(load_errors, nanobind::none());
+    const auto own_witnesses = std::exchange(witnesses, {});
+  }
+
   const StorageId storage;
   const nanobind::object ref, weak;
   const std::int64_t device;

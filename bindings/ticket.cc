@@ -3,36 +3,12 @@
 #include <utility>
 
 #include "bindings.h"
+#include "collected.h"
 #include "command_runner.h"
 
 namespace nb = nanobind;
 
 namespace ebbtide::bindings {
-
-namespace {
-
-int traverse(PyObject* self, visitproc visit, void* arg) {
-  Py_VISIT(Py_TYPE(self));
-  if (!nb::inst_ready(self)) return 0;
-  const Ticket& ticket = *nb::inst_ptr<Ticket>(self);
-  for (const nb::object* object :
-       {&ticket.session, &ticket.entry.object(), &ticket.view, &ticket.witness, &ticket.original, &ticket.recomputed}) {
-    Py_VISIT(object->ptr());
-  }
-  return 0;
-}
-
-int clear(PyObject* self) {
-  Ticket& ticket = *nb::inst_ptr<Ticket>(self);
-  const nb::object session = std::exchange(ticket.session, nb::none());
-  const nb::object recomputed = std::exchange(ticket.recomputed, nb::none());
-  return 0;
-}
-
-PyType_Slot kSlots[] = {
-    {Py_tp_traverse, reinterpret_cast<void*>(traverse)}, {Py_tp_clear, reinterpret_cast<void*>(clear)}, {0, nullptr}};
-
-}  // namespace
 
 Ticket::~Ticket() {
   if (!usable()) return;
@@ -46,7 +22,7 @@ Ticket::~Ticket() {
 }
 
 void bind_ticket(nb::module_& m) {
-  nb::class_<Ticket>(m, "Ticket", nb::type_slots(kSlots), nb::is_final())
+  nb::class_<Ticket>(m, "Ticket", nb::type_slots(Collected<Ticket>::slots), nb::is_final())
       .def_prop_ro(
           "entry", [](const Ticket& ticket) { return ticket.entry.object(); },
           nb::sig("def entry(self) -> StorageEntry"))

@@ -22,6 +22,16 @@ class Ticket {
   Ticket& operator=(const Ticket&) = delete;
   ~Ticket();
 
+  void each(auto visit) const {
+    for (const nanobind::object* object : {&session, &entry.object(), &view, &witness, &original, &recomputed}) {
+      visit(*object);
+    }
+  }
+  void clear() {
+    const nanobind::object own_session = std::exchange(session, nanobind::none());
+    const nanobind::object own_recomputed = std::exchange(recomputed, nanobind::none());
+  }
+
   const TicketId id;
   std::uint64_t version = 0;  // of the in-place counter at the save
   nanobind::object session;   // lives as long as its tickets
